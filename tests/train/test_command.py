@@ -207,9 +207,9 @@ def test_draft_layers_are_written_with_their_head(place, capsys):
         ({"data": "{place}/none.jsonl"}, "none.jsonl: no such file or folder; name one that exists"),
         ({"data": "{place}/none*.jsonl"}, "none*.jsonl: no file matches"),
         ({"validation_data": "{place}/none.txt"}, "none.txt: no such file"),
-        ({"out": "{place}/text.jsonl/head"}, "text.jsonl is a file; name another folder"),
-        ({"out": "{place}/shut/head"}, "shut; name another folder"),
-        ({"cache": "{place}/shut/cache"}, "shut; name another folder"),
+        ({"out": "{place}/text.jsonl/head"}, "text.jsonl is no folder that you may write to; name another folder"),
+        ({"out": "{place}/shut/head"}, "shut is no folder that you may write to"),
+        ({"cache": "{place}/shut/cache"}, "shut is no folder that you may write to"),
     ],
 )
 def test_paths_are_checked_before_weights_are_loaded(place, capsys, monkeypatch, changes, message):

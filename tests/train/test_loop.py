@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 
 from tests.support.training import losses, make_trainer, options_for, random_documents, save_every
 from vllm_mtpc.errors import CheckpointError
-from vllm_mtpc.progress import Bar
 from vllm_mtpc.train import state
 from vllm_mtpc.train.trainer import METRICS_FILE, Trainer, learning_rate, read_metrics
 
@@ -129,12 +128,12 @@ def test_full_disk_keeps_the_state_before(tiny_target, tmp_path, monkeypatch):
     (tmp_path / "state" / "partial").mkdir()
     with monkeypatch.context() as patch:
         patch.setattr(trainer.accelerator, "save_state", lambda folder: Path(folder).mkdir() or full(folder))
-        with pytest.raises(CheckpointError, match=r"no space left.*saved before is intact.*--resume"):
+        with pytest.raises(CheckpointError, match=r"No space left.*saved before is intact.*--resume"):
             trainer.save_state()
         assert [path.name for path in (tmp_path / "state").iterdir()] == ["step-6"]
         assert {file.name: file.read_bytes() for file in (tmp_path / "state" / "step-6").iterdir()} == kept
         shutil.move(tmp_path / "state" / "step-6", tmp_path)
-        with pytest.raises(CheckpointError, match=r"no space left.*none was saved before: free space and run the same"):
+        with pytest.raises(CheckpointError, match=r"No space left.*none was saved before: free space and run the same"):
             trainer.save_state()
     shutil.move(tmp_path / "step-6", tmp_path / "state")
     run(options_for(tiny_target, tmp_path, max_steps=7, resume=True), tiny_target)
@@ -196,49 +195,17 @@ def test_resume_accepts_the_same_paths_in_another_form(tiny_target, tmp_path, mo
     for folder in ("here", "there"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "a.txt").write_text("text")
+
+    def resume(data: str, steps: int, **changes) -> int:
+        names = {"data": [data], "validation_data": ["a.txt"]}
+        return run(options_for(tiny_target, tmp_path / "out", **names, max_steps=steps, **changes), tiny_target).step
+
     monkeypatch.chdir(tmp_path / "here")
-    first = {"data": ["*.txt"], "validation_data": ["a.txt"], "max_steps": 2}
-    run(options_for(tiny_target, tmp_path / "out", **first), tiny_target)
-    for data, validation in (("../here/*.txt", "./a.txt"), (str(tmp_path / "here" / "*.txt"), "a.txt")):
-        again = first | {"data": [data], "validation_data": [validation], "resume": True}
-        assert run(options_for(tiny_target, tmp_path / "out", **again), tiny_target).step == 2
-    monkeypatch.chdir(tmp_path)
-    whole = {"data": ["here/*.txt"], "validation_data": ["here/a.txt"], "resume": True, "max_steps": 3}
-    assert run(options_for(tiny_target, tmp_path / "out", **whole), tiny_target).step == 3  # written with these names
-    with pytest.raises(CheckpointError, match=r"run with data=\['here/\*.txt'\], not \['there/\*.txt'\]"):
-        run(options_for(tiny_target, tmp_path / "out", **whole | {"data": ["there/*.txt"]}), tiny_target)
-
-
-@pytest.mark.parametrize("limit", [None, 1.0])
-def test_time_left_counts_hidden_states_once_per_block(tiny_target, tmp_path, monkeypatch, limit):
-    """By a clock on which a step takes 1 s and the hidden states of a block 10 s; 3 blocks are read."""
-    trainer = make_trainer(options_for(tiny_target, tmp_path, max_steps=24, minutes=limit), tiny_target)
-    now, hidden, update, left = [0.0], trainer.windows.source.hidden, trainer.train_step, []
-
-    def later(seconds, call):
-        def timed(*args, **kwargs):
-            now[0] += seconds
-            return call(*args, **kwargs)
-
-        return timed
-
-    monkeypatch.setattr(state.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(trainer.windows.source, "hidden", later(10, hidden))
-    monkeypatch.setattr(trainer, "train_step", later(1, update))
-    trainer.stopping._began = 0.0
-    monkeypatch.setattr(Bar, "update", lambda bar: left.append((now[0], bar.seconds_left, bar.total)))
-    trainer.train()
-    assert len(left) == trainer.step
-    for time, seconds, total in left:  # blocks differ by a step or two
-        assert time + seconds == pytest.approx(now[0], abs=12)
-        assert total == pytest.approx(trainer.step, abs=6)
-
-
-def test_bar_shows_given_seconds_left(capsys):
-    with Bar(total=10, desc="b", unit="step", mininterval=0) as bar:
-        bar.seconds_left = 90
-        bar.update(5)
-        assert "b: 5/10 step, 00:00 so far, 01:30 left" in str(bar)
+    resume("*.txt", 1)
+    for step, data in enumerate(("../here/*.txt", str(tmp_path / "here" / "*.txt")), 2):
+        assert resume(data, step, resume=True) == step
+    with pytest.raises(CheckpointError, match=r"run with data=\['\S*/here/\*.txt'\], not \['\S*/there/\*.txt'\]"):
+        resume("../there/*.txt", 4, resume=True)
 
 
 def test_learning_rate_rises_and_falls(tiny_target, tmp_path):

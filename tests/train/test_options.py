@@ -68,7 +68,10 @@ def test_flags_take_precedence_over_file(tmp_path):
             "target: t\ndata: [d]\nout: o\nhead: medusa\n",
             "'medusa'; allowed: linear, shared, mlp, transformer, backbone, ptp;",
         ),
-        ("target: t\ndata: [d]\nout: o\nptp_loss: ce\n", "beta and acceptance choose the loss of a circuit"),
+        (
+            "target: t\ndata: [d]\nout: o\nptp_loss: ce\n",
+            "ptp_loss is an option of PTP heads: remove ptp_loss, or set head ptp",
+        ),
         ("target: [\n", "cannot be read as YAML"),
         ("- a\n", "holds list; lines 'option: value' are expected"),
         ("target: t\n", "--data, --out missing; type: vllm-mtpc train"),

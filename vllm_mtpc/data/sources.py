@@ -116,7 +116,7 @@ def load_documents(
     """
     vocab_size = vocab_size or (None if tokenizer is None else len(tokenizer))
     sources, found, tokens = read_records(data, split, most_bytes), [], 0
-    with Bar(desc="tokenising", unit=" documents", mininterval=1) as bar:
+    with Bar(desc="tokenising", unit="documents", mininterval=1) as bar:
         while batch := list(islice(sources, BATCH)):
             new = list(_encode(batch, tokenizer, vocab_size))
             tokens += sum(len(ids) for ids, _ in new)

@@ -21,71 +21,7 @@ from vllm_mtpc.report import markdown
 if TYPE_CHECKING:
     from vllm_mtpc.train.options import TrainOptions
 
-TEMPLATE = """\
----
-{{ card_data }}
----
-
-# {{ title }}
-
-{% for paragraph in about %}{{ paragraph }}
-
-{% endfor %}
-{% if not run.steps %}
-**This head is untrained** (written by `--dry-run`, or with no steps): the output is the target's, but drafts come from
-initial weights and few are accepted. Nothing was measured.
-{% elif not table %}
-**Not measured**: type `vllm-mtpc eval {{ folder }} --data DATA` for its results.
-{% else %}
-## Results
-
-{{ table }}
-
-- *Tokens/step* includes the target's own token of every step; plain decoding is 1.0, the maximum is the window.
-- *Accepted up to k* is unconditional: the share of steps in which drafts 1 to k are all accepted.
-- Contexts are the target's continuations of held-out prompts; T=0 is greedy. s.e.: standard error over sequences.
-{{ definitions }}
-{% endif %}
-
-{% for file, caption in plots.items() %}![{{ caption }}]({{ file }})
-
-{% endfor %}
-## Serve it
-
-{% if needs_v2 %}{{ needs_v2 }}, served on vLLM's Model Runner V2 alone.
-
-{% endif %}
-With `vllm_mtpc` installed next to vLLM:
-
-```bash
-vllm serve {{ folder }}
-{{ serve }}
-```
-
-The first form finds the target by the name in `config.json`{{ relative }}; it drafts {{ head.drafts }} tokens per step.
-
-{% if run.steps %}
-## Training
-
-- Data: `{{ data.names | join("`, `") }}`{% if data.tokens %}; {{ "{:,}".format(data.tokens) }} tokens of {{
-  "{:,}".format(data.documents) }} documents, SHA-256 of the packed rows `{{ data.sha256 }}`{% endif %}
-{% if settings.regenerate %}- {{ settings.regenerate }} responses written by the target{% endif %}
-- {{ "{:,}".format(run.steps) }} steps of {{ "{:,}".format(settings.windows_per_step) }} windows in {{
-  settings.precision }}, seed {{ settings.seed }}; start: {{ start }}
-{% if run.minutes is defined %}- {{ "{:.1f}".format(run.minutes) }} minutes on {{ machine }}, {{
-  run.processes }} process(es), {{
-  "{:,.0f}".format(run.tokens_per_second) }} window tokens/s, {{
-  "{:.2f}".format(run.peak_memory_bytes / 2**30) }} GiB of memory{% endif %}
-
-All settings are in `provenance.json`. The command:
-{% else %}
-## Command
-{% endif %}
-
-```bash
-{{ command }}
-```
-"""
+TEMPLATE = Path(__file__).with_name("card.jinja")
 CIRCUIT_DEFINITIONS = """\
 - Steps are weighted as in serving: an accepted draft is skipped over, so steps start more often where drafting is hard.
   *Anywhere* weights all positions alike.
@@ -238,7 +174,7 @@ def _render(
     draft = shlex.quote(f'{{"method": "{method}", "model": "{folder}"}}')
     card = ModelCard.from_template(
         card_data(tags, head["base_model"], head.get("license"), scores, title),
-        template_str=TEMPLATE,
+        template_path=str(TEMPLATE),
         title=title,
         head=head,
         run=run,

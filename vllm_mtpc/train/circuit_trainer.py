@@ -42,7 +42,6 @@ class CircuitTrainer(Trainer):
         "acceptance", "train_first", "regenerate_greedy_share", "cache",
     )  # fmt: skip
     noun, chosen_by = "circuits", "another head"
-    hints = {"ptp_loss": "; beta and acceptance choose the loss of a circuit"}  # noqa: RUF012
 
     def setup_model(self) -> None:
         options, target = self.options, self.target

@@ -155,9 +155,7 @@ class TrainOptions(*reversed(SECTIONS)):  # type: ignore[misc]  # pydantic takes
     def _consistent(self) -> TrainOptions:
         for trainer in self._other_trainers():
             if name := self.given(*trainer.own):
-                hint = self.trainer.hints.get(name, "")
-                advice = f"remove {name}, or set {trainer.chosen_by}{hint}"
-                raise ValueError(f"{name} is an option of {trainer.noun}: {advice}")
+                raise ValueError(f"{name} is an option of {trainer.noun}: remove {name}, or set {trainer.chosen_by}")
         if not self.regenerate and (name := self.given("regenerate_greedy_share")):
             raise ValueError(f"{name} without regenerate: remove {name}, or set regenerate to a number of responses")
         names = [*self.data, *self.validation_data]

@@ -51,7 +51,7 @@ def train(options: TrainOptions, command: str | None = None, again: str = AGAIN)
         SystemExit: A signal ended the steps. The state saved before is valid.
     """
     accelerator = make_accelerator(options)
-    log = print if accelerator.is_main_process else _print_nothing
+    log = accelerator.print
     target = read_target(options, accelerator.device)
     trainer: Trainer = options.trainer(options, target, accelerator)
     log(f"target {options.target}: vocabulary {target.vocab_size}, hidden size {target.hidden_size}, {target.dtype}")
@@ -97,10 +97,6 @@ def train(options: TrainOptions, command: str | None = None, again: str = AGAIN)
     return options.out
 
 
-def _print_nothing(*args: Any, **kwargs: Any) -> None:
-    """Replace print in all processes but the first."""
-
-
 def make_accelerator(options: TrainOptions) -> Accelerator:
     """Return the devices and processes of the run, started by torchrun, Ray or alone."""
     from accelerate import Accelerator
@@ -130,7 +126,7 @@ def read_target(options: TrainOptions, device: torch.device) -> Target:
 
 
 def read_data(
-    options: TrainOptions, target: Target, log: Callable[..., None] = _print_nothing
+    options: TrainOptions, target: Target, log: Callable[..., None] = print
 ) -> tuple[Rows, PackingReport, Documents]:
     """Return the packed training rows, their report, and the held-out documents.
 
@@ -174,10 +170,8 @@ def settled(options: TrainOptions) -> TrainOptions:
     for key, folder in (("out", options.out), ("cache", options.cache)):
         if folder:
             existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-            if not existing.is_dir():
-                raise UsageError(f"{key}={folder}: {existing} is a file; name another folder")
-            if not os.access(existing, os.W_OK | os.X_OK):
-                raise UsageError(f"{key}={folder}: no right to write to {existing}; name another folder")
+            if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+                raise UsageError(f"{key}={folder}: {existing} is no folder that you may write to; name another folder")
     names = [*options.data, *options.validation_data]
     size_of(names)
     choose_device(options.device)
@@ -212,9 +206,8 @@ def on_ray(options: TrainOptions) -> Path:
     from ray.train.torch import TorchTrainer
 
     # absolute paths: every worker has its own working directory
-    folders = {"out": options.out.resolve(), "cache": options.cache and options.cache.resolve()}
-    whole = options.model_copy(update={**absolute_paths(options.model_dump()), **folders, "ray_workers": 0})
-    values = whole.model_dump(mode="json")
+    values = options.model_dump(mode="json") | absolute_paths(options.model_dump()) | {"ray_workers": 0}
+    values |= {"out": str(options.out.resolve()), "cache": options.cache and str(options.cache.resolve())}
     command = shlex.join(map(public, command_line()))
     has_gpu = torch.cuda.is_available() and options.device != "cpu"
     trainer = TorchTrainer(

@@ -6,7 +6,6 @@ the windows follows from the seed and the step, so a run may continue with anoth
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -40,19 +39,20 @@ FREE = {
     "chunk_windows", "cache", "evaluation_sequences", "evaluation_tokens",
     "evaluation_prompt_tokens", "dtype", "num_speculative_tokens", "verifier", "attention", "dry_run", "minutes",
 }  # fmt: skip
-NAMES = ("target", "data", "validation_data", "init_from")  # may be paths, compared as absolute ones
+NAMES = ("target", "data", "validation_data", "init_from")  # may be paths
 
 
 def identity(options: TrainOptions) -> dict[str, Any]:
-    """Return the options that a run and its continuation share."""
-    return {key: value for key, value in options.model_dump(mode="json").items() if key not in FREE}
+    """Return the options that a run and its continuation share, with absolute paths."""
+    values = options.model_dump(mode="json")
+    return {key: value for key, value in values.items() if key not in FREE} | absolute_paths(values)
 
 
 def absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
     """Return those of the options that may be paths, as absolute paths."""
-    names = {key: values.get(key) for key in NAMES}
+    names = {key: values[key] for key in NAMES if values[key]}
     return {
-        key: [resolve_path(name) for name in value] if isinstance(value, list) else value and resolve_path(value)
+        key: list(map(resolve_path, value)) if isinstance(value, list) else resolve_path(value)
         for key, value in names.items()
     }
 
@@ -73,14 +73,11 @@ def save_state(folder: Path, accelerator: Accelerator, step: int, options: Train
     if accelerator.is_main_process:
         shutil.rmtree(partial, ignore_errors=True)  # of a killed run
     accelerator.wait_for_everyone()
-    hook = accelerator.register_save_state_pre_hook(_remove_ddp_prefix)
     try:
         accelerator.save_state(str(partial))
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            shared = identity(options)
-            values = {"step": step, "options": shared, "paths": absolute_paths(shared)}
-            (partial / RUN_FILE).write_text(json.dumps(values), encoding="utf-8")
+            (partial / RUN_FILE).write_text(json.dumps({"step": step, "options": identity(options)}), encoding="utf-8")
             new = folder / f"step-{step}"
             shutil.rmtree(new, ignore_errors=True)
             partial.rename(new)
@@ -88,18 +85,12 @@ def save_state(folder: Path, accelerator: Accelerator, step: int, options: Train
                 shutil.rmtree(old)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
         shutil.rmtree(partial, ignore_errors=True)
-        is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space" in str(error)
-        if not isinstance(error, OSError) and not is_full and "writ" not in str(error).lower():
-            raise
         advice = "none was saved before: free space and run the same command again"
         if before is not None:
             advice = "the state saved before is intact: free space and run the same command with --resume"
         raise CheckpointError(
-            f"{folder}: the trainer's state cannot be written ({'no space left' if is_full else first_line(error)}); "
-            f"{advice}"
-        ) from None
-    finally:
-        hook.remove()
+            f"{folder}: the trainer's state cannot be written ({first_line(error)}); {advice}"
+        ) from error
 
 
 def load_state(folder: Path, accelerator: Accelerator, options: TrainOptions) -> int:
@@ -115,25 +106,22 @@ def load_state(folder: Path, accelerator: Accelerator, options: TrainOptions) ->
             f"{path} is of a run with {key}={theirs!r}, not {ours!r}; resume with the options it was started with, or "
             "name another out folder"
         )
-    hook = accelerator.register_load_state_pre_hook(lambda models, _: _unwrap(accelerator, models))
     try:
         accelerator.load_state(str(path))
     except Exception as error:  # torch and safetensors raise many kinds for a damaged file
         raise _damaged(path, error) from None
-    finally:
-        hook.remove()
     return values["step"]
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Return step, options and paths of the last state; raises CheckpointError."""
+    """Return step and options of the last state; raises CheckpointError."""
     path = latest_state(folder)
     if path is None:
         raise CheckpointError(f"{folder} holds no trainer state; run without --resume to start one")
     try:
         values = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
         defaults = {name: field.default for name, field in TrainOptions.model_fields.items()}
-        return {"step": values["step"], "options": defaults | values["options"], "paths": values["paths"]}
+        return {"step": values["step"], "options": defaults | values["options"] | values.get("paths", {})}
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged(path, error) from None
 
@@ -141,22 +129,25 @@ def read_state(folder: Path) -> dict[str, Any]:
 def changed_option(values: dict[str, Any], options: TrainOptions) -> str | None:
     """Return the first option of a state's run that differs in these options and changes the trained weights."""
     ours, theirs = identity(options), values["options"]
-    full, before = {**ours, **absolute_paths(ours)}, {**theirs, **values["paths"]}
-    return min((key for key in ours if ours[key] != theirs.get(key) and full[key] != before.get(key)), default=None)
+    return min((key for key in ours if ours[key] != theirs.get(key)), default=None)
 
 
 def _damaged(path: Path | None, error: Exception) -> CheckpointError:
     return CheckpointError(f"{path} is damaged ({first_line(error)}); delete it and train again without --resume")
 
 
-def _remove_ddp_prefix(models: list[Any], weights: list[dict[str, Any]], folder: str) -> None:
-    """Save the names of the plain model: a state of several processes then continues in one."""
-    weights[:] = [{name.removeprefix("module."): value for name, value in one.items()} for one in weights]
+def use_plain_names(accelerator: Accelerator) -> None:
+    """Save and load states with the names of the plain model: a state of several processes then continues in one."""
 
+    def remove_prefix(models: list[Any], weights: list[dict[str, Any]], folder: str) -> None:
+        weights[:] = [{name.removeprefix("module."): value for name, value in one.items()} for one in weights]
 
-def _unwrap(accelerator: Accelerator, models: list[Any]) -> None:
-    if not accelerator.distributed_type.endswith("FSDP"):
-        models[:] = [accelerator.unwrap_model(model) for model in models]
+    def unwrap(models: list[Any], folder: str) -> None:
+        if not accelerator.distributed_type.endswith("FSDP"):
+            models[:] = [accelerator.unwrap_model(model) for model in models]
+
+    accelerator.register_save_state_pre_hook(remove_prefix)
+    accelerator.register_load_state_pre_hook(unwrap)
 
 
 class Stopping:

@@ -13,7 +13,7 @@ import resource
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -87,7 +87,6 @@ class Trainer(ABC):
     own: ClassVar[tuple[str, ...]]  # options that other families do not have
     noun: ClassVar[str]  # name of the family in errors about its options
     chosen_by: ClassVar[str]  # the option that selects this family
-    hints: ClassVar[Mapping[str, str]] = {}  # added to the error about an option of another family
     defaults: ClassVar[Mapping[str, Any]] = {}  # defaults that differ from those of TrainOptions
     draw: Callable[[int, int], Tensor] | None = None  # random numbers of windows, see WindowSource
     needs_v2 = False  # whether only Model Runner V2 serves the head
@@ -185,6 +184,7 @@ class Trainer(ABC):
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, betas=BETAS, weight_decay=0.0, fused=True)
         self.model, self.optimizer = self.accelerator.prepare(self.model, optimizer)
+        state.use_plain_names(self.accelerator)
         self.stopping = state.Stopping(options.save_minutes, self.accelerator.num_processes, options.minutes)
 
     # --- training
@@ -194,44 +194,32 @@ class Trainer(ABC):
         if self.options.resume:
             self.step = self.saved = state.load_state(self.folder, self.accelerator, self.options)
         self._start_metrics()
-        self._started, self._reading, self._tokens, self._done = time.monotonic(), 0.0, 0, 0
-        kind, quiet = self.kind(self.options), not self.accelerator.is_main_process
-        total = math.inf if self.steps == UNLIMITED else self.steps
+        batches, started, tokens = self.windows.batches(self.step), time.monotonic(), 0
+        total = None if self.steps == UNLIMITED else self.steps
+        quiet, kind = not self.accelerator.is_main_process, self.kind(self.options)
         with self.stopping, Bar(total=total, initial=self.step, desc=kind, unit="step", disable=quiet) as bar:
-            epochs = self.windows.epochs(self.step)
             while not self.is_finished:
-                self.train_epoch(next(epochs), bar)
+                batch = next(batches)
+                rate = learning_rate(self.options, self.step, self.steps, self.stopping.share)
+                logs = (self.step + 1) % self.options.log_every == 0 or self.step + 1 == self.steps
+                share, watched = self.train_step(batch, rate, watch=logs)
+                self.step += 1
+                tokens += int(batch.counts.sum())
+                saves = self.stopping.due() or self.is_finished
+                if logs or saves:  # other steps do not wait for the device
+                    loss = self._finite_loss(share)
+                if logs:
+                    self.tokens_per_second = tokens / (time.monotonic() - started)
+                    line = self._log(loss, watched, rate)
+                    shown = {"loss": f"{loss:.4f}", "tokens/step": f"{line['tokens_per_step']:.2f}"}
+                    bar.set_postfix(shown, refresh=False)
+                bar.update()
+                if saves:
+                    self.save_state()
 
     @property
     def is_finished(self) -> bool:
         return self.step >= self.steps or bool(self.stopping.signal) or self.stopping.share >= 1
-
-    def train_epoch(self, batches: Iterator[Windows], bar: Bar) -> None:
-        """Take the steps of an epoch, up to the end of the run; log and save where they are due."""
-        while not self.is_finished:
-            asked = time.monotonic()
-            batch = next(batches, None)
-            self._reading += time.monotonic() - asked
-            if batch is None:
-                return
-            self._done += 1
-            rate = learning_rate(self.options, self.step, self.steps, self.stopping.share)
-            logs = (self.step + 1) % self.options.log_every == 0 or self.step + 1 == self.steps
-            share, watched = self.train_step(batch, rate, watch=logs)
-            self.step += 1
-            saves = self.stopping.due() or self.is_finished
-            self._tokens += int(batch.counts.sum())
-            if logs or saves:  # other steps do not wait for the device
-                loss = self._finite_loss(share)
-            if logs:
-                self.tokens_per_second = self._tokens / (time.monotonic() - self._started)
-                line = self._log(loss, watched, rate)
-                shown = {"loss": f"{line['loss']:.4f}", "tokens/step": f"{line['tokens_per_step']:.2f}"}
-                bar.set_postfix(shown, refresh=False)
-            bar.total, bar.seconds_left = self._remaining(time.monotonic() - self._started)
-            bar.update()
-            if saves:
-                self.save_state()
 
     def train_step(self, batch: Windows, rate: float, watch: bool) -> tuple[Tensor, Tensor | None]:
         """Take one optimiser step; return this process's share of the loss and, if asked, the watched sums."""
@@ -255,15 +243,6 @@ class Trainer(ABC):
         """Return the head's weights on the host, frozen ones included, gathered from all processes."""
         weights = get_model_state_dict(self.model, options=FULL)
         return {name.removeprefix("head."): value for name, value in weights.items() if name.startswith("head.")}
-
-    def _remaining(self, elapsed: float) -> tuple[int, float]:
-        """Estimate the steps of the whole run and the seconds left; blocks of states are computed ahead of steps."""
-        left, ahead = self.steps - self.step, max(0, self.windows.steps_read - self._done)
-        step, states = (elapsed - self._reading) / self._done, self._reading / (self._done + ahead)
-        seconds = left * step + max(0, left - ahead) * states
-        if seconds > (limit := max(0.0, self.stopping.limit * (1 - self.stopping.share))):
-            left, seconds = int((limit + ahead * states) / (step + states)), limit
-        return self.step + left, seconds
 
     def _finite_loss(self, share: Tensor) -> float:
         """Return the loss of a step over all processes; raises CheckpointError in each of them if it is not finite."""

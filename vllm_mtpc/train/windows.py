@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from itertools import chain, count
+from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -104,7 +104,7 @@ class WindowSource:
         self.per_row = self.starts.sum(1)  # [N]
         if not int(self.per_row.sum()):
             raise MtpcError("the data has no window: give documents of two tokens or more")
-        self.block_rows, self.steps_read = block_rows, 0  # steps whose hidden states have been read
+        self.block_rows = block_rows
         self._held: tuple[Tensor, Tensor] | None = None  # rows of the current block, and their hidden states
 
     def blocks(self, epoch: int) -> list[Tensor]:
@@ -121,24 +121,14 @@ class WindowSource:
         """Return the steps of the first epoch."""
         return sum(self.steps_of(block) for block in self.blocks(0))
 
-    def epochs(self, first_step: int = 0) -> Iterator[Iterator[Windows]]:
-        """Yield the steps of each epoch, without end, from step `first_step` of the run on."""
-        for epoch in count():
-            steps = sum(map(self.steps_of, self.blocks(epoch)))
-            if first_step < steps:
-                yield self._epoch_batches(epoch, first_step)
-            first_step = max(0, first_step - steps)
-
     def batches(self, first_step: int = 0) -> Iterator[Windows]:
-        """Yield the steps of all epochs; the steps before `first_step` compute no hidden states."""
-        return chain.from_iterable(self.epochs(first_step))
-
-    def _epoch_batches(self, epoch: int, first_step: int) -> Iterator[Windows]:
-        for number, block in enumerate(self.blocks(epoch), 1):
-            steps = self.steps_of(block)
-            if first_step < steps:
-                yield from self._block_batches(block, (epoch, number), range(first_step, steps))
-            first_step = max(0, first_step - steps)
+        """Yield the steps of all epochs, without end; the steps before `first_step` compute no hidden states."""
+        for epoch in count():
+            for number, block in enumerate(self.blocks(epoch), 1):
+                steps = self.steps_of(block)
+                if first_step < steps:
+                    yield from self._block_batches(block, (epoch, number), range(first_step, steps))
+                first_step = max(0, first_step - steps)
 
     def _block_batches(self, block: Tensor, place: tuple[int, int], steps: range) -> Iterator[Windows]:
         """Yield steps of a block; place: its epoch and its number in it, from 1."""
@@ -146,7 +136,6 @@ class WindowSource:
         order = torch.randperm(len(row), generator=self._generator(*place))
         held = block[self.rank :: self.world]
         hidden, document = self.states(held), self.source.rows.document[held]
-        self.steps_read += len(steps)
         for step in steps:
             chosen = order[step * self.windows_per_step : (step + 1) * self.windows_per_step]
             tokens = window_tokens(self.source.rows, block[row[chosen]], start[chosen], self.window)
