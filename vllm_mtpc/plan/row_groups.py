@@ -13,9 +13,8 @@ The steps of a request with the merged pass are a Markov chain with state v, the
 
 with S_g = P(at least g leading drafts are accepted), measured. A table maximises the tokens per step of the chain's
 stationary distribution over all n with sum n_d <= B. To first order a change of n_d is worth pi_d w(drafts(n_d)): pi is
-the stationary distribution of d, w(v) the value of starting a step with v drafts (performance difference lemma). A
-table is found by policy iteration (values of the current table, then the best allocation for them, a knapsack), then by
-exchanges of rows between two groups, each evaluated exactly.
+the stationary distribution of d, w(v) the value of starting a step with v drafts (performance difference lemma). From
+several start tables, two groups exchange rows while tokens per step rise; each promising exchange is evaluated exactly.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-
-from vllm_mtpc.errors import HeadConfigError, ServeConfigError
 
 if TYPE_CHECKING:
     from vllm_mtpc.config.ptp_config import PtpConfig
@@ -143,24 +140,13 @@ def merged_plan(
         max_num_seqs: the largest batch.
         max_aux_rows: the most auxiliary rows of a batch.
         rows_per_request: the most of one request; None: as many as are useful.
-
-    Raises:
-        ServeConfigError: an argument is out of range.
     """
-    if max_num_seqs < 1 or max_aux_rows < 0:
-        raise ServeConfigError(
-            f"max_num_seqs={max_num_seqs}, max_aux_rows={max_aux_rows}: allowed are 1 and above, 0 and above; "
-            "raise them"
-        )
     most = max_aux_rows if rows_per_request is None else rows_per_request
     rows = {batch: min(most, max_aux_rows // batch) for batch in _doubled(max_num_seqs)}
-    tables = {
-        budget: choose_groups(accepted_of(head), num_drafts, budget, head.variant, head.window)
-        for budget in set(rows.values())
-    }
+    accepted = accepted_of(head)
+    tables = {budget: choose_groups(accepted, num_drafts, budget, head.variant) for budget in set(rows.values())}
     drafted = {batch: tables[budget] for batch, budget in rows.items() if tables[budget].expected_tokens > 1}
-    buckets = [Bucket(batch, table.sizes) for batch, table in drafted.items()]
-    return Plan(_merged(buckets), leading=0)
+    return Plan(_merged([Bucket(batch, table.sizes) for batch, table in drafted.items()]), leading=0)
 
 
 def scheduled_plan(plan_of: Callable[[int], Plan], drafts_by_batch: Sequence[int]) -> Plan:
@@ -191,7 +177,7 @@ def drafts_of_rows(rows: Any, variant: str) -> Any:
     return (rows - VARIANTS[variant]).clip(min=0)
 
 
-def choose_groups(accepted: Sequence[float], num_drafts: int, budget: int, variant: str, window: int) -> GroupTable:
+def choose_groups(accepted: Sequence[float], num_drafts: int, budget: int, variant: str) -> GroupTable:
     """Return the table of groups of one request with the most tokens per step.
 
     Args:
@@ -199,17 +185,11 @@ def choose_groups(accepted: Sequence[float], num_drafts: int, budget: int, varia
         num_drafts: K.
         budget: the most rows.
         variant: "o-ptp", "c-ptp", "late" or "independent".
-        window: of the head.
-
-    Raises:
-        HeadConfigError: `variant` or `accepted` is not valid.
-        ServeConfigError: `num_drafts` or `budget` is out of range.
     """
-    chain = _Chain(accepted, num_drafts, budget, variant, window)
+    chain = _Chain(accepted, num_drafts, budget, variant)
     if budget >= chain.full_budget:
         return chain.table(np.full(num_drafts + 1, chain.most))
-    found = {tuple(chain.improved(start, chain.reallocated)) for start in chain.starts()}
-    tables = [chain.table(chain.improved(np.array(sizes), chain.exchanged)) for sizes in sorted(found)]
+    tables = [chain.table(chain.improved(start)) for start in chain.starts()]
     return max(tables, key=lambda table: table.expected_tokens)
 
 
@@ -226,20 +206,8 @@ def _merged(buckets: list[Bucket]) -> tuple[Bucket, ...]:
 class _Chain:
     """The steps of one request, and the search for a table of sizes [K + 1] of at most `budget` rows."""
 
-    def __init__(self, accepted: Sequence[float], num_drafts: int, budget: int, variant: str, window: int) -> None:
-        if variant not in VARIANTS:
-            raise HeadConfigError(f"variant {variant!r}: allowed are {', '.join(VARIANTS)}; set variant to one")
-        if not 1 <= num_drafts <= window - 1:
-            raise ServeConfigError(
-                f"num_drafts={num_drafts} with window={window}: allowed are 1 to {window - 1}; set num_drafts to that"
-            )
-        if budget < 0:
-            raise ServeConfigError(f"budget={budget} auxiliary rows per request: allowed are 0 and above; raise it")
+    def __init__(self, accepted: Sequence[float], num_drafts: int, budget: int, variant: str) -> None:
         chances = np.asarray(accepted, float)
-        if chances.ndim != 1 or not (np.isfinite(chances) & (chances >= 0)).all() or not chances.sum() > 0:
-            raise HeadConfigError(
-                "accepted: not a distribution over the numbers of accepted drafts; measure the head again"
-            )
         self.drafts, self.budget, self.variant = num_drafts, budget, variant
         self.most = num_drafts + VARIANTS[variant]  # rows of a group that are of use
         self.full_budget = (num_drafts + 1) * self.most
@@ -275,43 +243,28 @@ class _Chain:
         return GroupTable(tuple(sizes.tolist()), float(self.stationary(sizes)[0]))
 
     def starts(self) -> Iterator[np.ndarray]:
-        """Yield start tables: for chains of several lengths, and random ones."""
+        """Yield start tables: the likeliest groups after steps of several lengths, and random ones."""
         for length in np.unique(np.geomspace(1, self.drafts, MAX_STARTS).round().astype(int)):
-            yield self.allocate(self.transition[length], self.tokens, length + VARIANTS[self.variant])
+            sizes, left = np.zeros(self.drafts + 1, dtype=int), self.budget
+            for d in self.transition[length].argsort()[::-1]:
+                sizes[d] = min(length + VARIANTS[self.variant], left)
+                left -= sizes[d]
+            yield sizes
         random = np.random.default_rng(0)
         for _ in range(MAX_STARTS):
-            yield self.allocate(random.dirichlet(np.full(self.drafts + 1, 0.5)), self.tokens, self.most)
+            shares = random.dirichlet(np.full(self.drafts + 1, 0.5))
+            yield np.minimum(random.multinomial(self.budget, shares), self.most)
 
-    def improved(self, sizes: np.ndarray, step: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """Apply `step` while tokens per step rise."""
+    def improved(self, sizes: np.ndarray) -> np.ndarray:
+        """Exchange rows between two groups while tokens per step rise."""
         tokens = self.stationary(sizes)[0]
         for _ in range(MAX_ROUNDS):
-            better = step(sizes)
+            better = self.exchanged(sizes)
             gained = self.stationary(better)[0]
             if gained <= tokens + 1e-12:
                 break
             sizes, tokens = better, gained
         return sizes
-
-    def reallocated(self, sizes: np.ndarray) -> np.ndarray:
-        return self.allocate(*self.values(sizes), self.most)
-
-    def allocate(self, visits: np.ndarray, worth: np.ndarray, most: int) -> np.ndarray:
-        """Return the table with the largest sum of visits[d] worth[drafts(n_d)], n_d <= `most`: a knapsack."""
-        gain = worth[drafts_of_rows(np.arange(most + 1), self.variant)]  # by rows
-        padded = np.full(most + self.budget + 1, -np.inf)
-        padded[most:] = 0.0  # best sum of the groups so far, by rows they may have; nothing below 0 rows
-        window = np.arange(self.budget + 1)[:, None] + np.arange(most, -1, -1)  # [B + 1, rows of this group]
-        choices = []
-        for share in visits:
-            sums = padded[window] + share * gain
-            choices.append(sums.argmax(1))
-            padded[most:] = sums.max(1)
-        sizes, left = [], self.budget
-        for choice in reversed(choices):
-            sizes.append(int(choice[left]))
-            left -= sizes[-1]
-        return np.array(sizes[::-1])
 
     def exchanged(self, sizes: np.ndarray) -> np.ndarray:
         """Return the best table in which one group gives rows to another."""
