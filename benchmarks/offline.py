@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.engine_child import Child, started
 from benchmarks.step_clock import StepClock, Steps, is_v2, runner_of, worker_of
-from vllm_mtpc.engine.child import Child, started
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.process import cpu_seconds
 
@@ -149,12 +149,18 @@ def passes(llm: Any, items: Iterator[dict[str, Any]], prompts: list[Prompt]) -> 
         _answers(llm, chosen[: setting.clients], setting, WARM_UP_TOKENS, asked)
         if clock:
             clock.records.clear()
-        used, before, begun = cpu_seconds(os.getpid()), Acceptance.read(), time.perf_counter()
+        used, before, begun = cpu_seconds(os.getpid()), _counters(), time.perf_counter()
         answers = _answers(llm, chosen, setting, setting.max_tokens, asked + setting.prompts)
-        seconds, counted = time.perf_counter() - begun, Acceptance.read() - before
+        seconds, counted = time.perf_counter() - begun, _counters() - before
         used = cpu_seconds(os.getpid()) - used
         yield Measured(setting, seconds, answers, counted, clock.read() if clock else None, used)
         asked += 2 * setting.prompts  # requests so far, which have their names
+
+
+def _counters() -> Acceptance:
+    from prometheus_client import generate_latest
+
+    return Acceptance.read(generate_latest().decode())
 
 
 def _answers(llm: Any, prompts: Sequence[Prompt], setting: Setting, max_tokens: int, first: int) -> list[Answer]:

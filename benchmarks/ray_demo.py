@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import soak
+from benchmarks.child_process import failure, group
 from benchmarks.nodes import PATIENCE, Nodes
 from vllm_mtpc import demo
 from vllm_mtpc.data import prompts
 from vllm_mtpc.engine import provenance
-from vllm_mtpc.engine.process import failure, group
 from vllm_mtpc.engine.server import Client, free_port
 from vllm_mtpc.errors import EngineFailed
 from vllm_mtpc.report import write_json

@@ -37,8 +37,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.child_process import INTERPRETED
 from vllm_mtpc import demo
-from vllm_mtpc.bench.decodings import INTERPRETED
 from vllm_mtpc.checkpoint.load import read_config
 from vllm_mtpc.cli import guard
 from vllm_mtpc.data import prompts
@@ -51,7 +51,6 @@ PROG = "python -m benchmarks.soak"
 LONGEST = 64  # tokens of an answer
 PROMPTS = 64
 SEQUENCES, BLOCK, BLOCKS = 12, 32, 64  # 2048 tokens of KV cache; 12 requests of up to 264 tokens want more
-START_TIMEOUT_S = 900.0
 SWAP_S = 10.0  # from one swap of the head to the next
 GROWTH, SETTLED = 1.01, 5.0  # maximum growth of the server's memory; minutes after which it is checked
 NO_CACHE = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0"}
@@ -307,7 +306,7 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as logs:
         wanted = reference(args.target, asked, Path(logs))
         around = environment(args.runner) | ({"MTPC_ALLOW_HEAD_SWAP": "1"} if args.swap else {})
-        with server.run_server(words, Path(logs) / "server.log", START_TIMEOUT_S, around) as client:
+        with server.run_server(words, Path(logs) / "server.log", around) as client:
             most = config.num_speculative_tokens if config else 0
             clients = Clients(client, client.model(), asked, wanted, most)
             soak(clients, args.clients, 60 * args.minutes, args.seed, tally, args.swap)

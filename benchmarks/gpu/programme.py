@@ -22,11 +22,11 @@ from typing import Any
 
 import psutil
 
+from benchmarks.child_process import group, tail
 from benchmarks.gpu.parts import Part, Programme
 from benchmarks.gpu.stages import STAGES
 from vllm_mtpc.cli import guard
 from vllm_mtpc.engine import provenance
-from vllm_mtpc.engine.process import group, tail
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.report import check_file, write_json
 

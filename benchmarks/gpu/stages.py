@@ -324,8 +324,8 @@ SYNTHETIC = [  # shape, circuit, n, r, chance of each further draft
 
 def shapes(programme: Programme) -> list[Part]:
     """SYNTHETIC: random weights of real sizes, nearly flat distributions: all drafts are accepted, or as prescribed."""
+    from benchmarks.child_process import INTERPRETED
     from benchmarks.synthetic import parse_rates
-    from vllm_mtpc.bench.decodings import INTERPRETED
 
     parts = []
     for shape, circuit, n, r, chance in programme.size(SYNTHETIC, [("1x64", "btree", 4, 2, 0.7)]):

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import synthetic
+from benchmarks.engine_child import started
 from benchmarks.step_clock import StepClock, StepRecord, runner_of
 from vllm_mtpc.bench.decodings import engine_arguments
 from vllm_mtpc.cli import guard
 from vllm_mtpc.engine import provenance
-from vllm_mtpc.engine.child import started
 from vllm_mtpc.report import write_json
 
 PROG = "python -m benchmarks.gpu.steps"

@@ -277,26 +277,18 @@ def test_invalid_options_are_refused(tmp_path):
 
 
 def test_flags_set_the_options(tmp_path, target, engine, capsys):
+    """The arguments of --engine have precedence over other flags."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     data, out = texts(tmp_path, 3), tmp_path / "out.jsonl"
     flags = f"--target {target} --data {data} --out {out} --temperature 0 --max-tokens 4 --limit 2 --ignore-eos"
-    assert module.run(parser.parse_args(flags.split())) == 0
+    args = parser.parse_args([*flags.split(), "--max-model-len", "9", "--engine", '{"dtype": "float32"}'])
+    assert module.run(args) == 0
     assert len(lines(out)) == 2 and str(out) in capsys.readouterr().out
     meta = json.loads((tmp_path / "out.jsonl.meta.json").read_text())
     assert (meta["temperature"], meta["max_tokens"], meta["limit"], meta["ignore_eos"]) == (0.0, 4, 2, True)
-
-
-def test_engine_arguments_have_precedence(tmp_path):
-    """They come last, so that they may change what the other flags say; the file says what it was made with."""
-    given = ["--engine", '{"enforce_eager": true, "dtype": "float32"}', "--max-model-len", "9"]
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    args = parser.parse_args(["--target", "t", "--data", "d", "--out", str(tmp_path / "o"), *given])
-    how = parse(typed(args, RegenerateOptions))
-    engine, _ = how.arguments(True)
-    assert engine["enforce_eager"] is True and engine["dtype"] == "float32" and engine["max_model_len"] == 9
-    assert how.meta()["engine"] == {"enforce_eager": True, "dtype": "float32"}
+    sent, sampling = parse(typed(args, RegenerateOptions)).arguments(True)
+    assert (sent["dtype"], sent["max_model_len"], sampling["ignore_eos"]) == ("float32", 9, True)
 
 
 def test_empty_data_and_missing_vllm_are_refused(tmp_path, target, engine, monkeypatch):
@@ -373,6 +365,6 @@ def test_resumed_run_writes_the_same_responses(target, written, tmp_path, temper
 @needs_vllm
 def test_failed_engine_names_the_cause_and_the_log(tmp_path, target):
     how = options(target, texts(tmp_path, 2), tmp_path / "out.jsonl", dtype="float33")
-    with pytest.raises(UsageError, match=r"vLLM ended with exit code 1 .*float33.*its log is") as refused:
+    with pytest.raises(UsageError, match=r"vLLM failed before .*float33.*its log is") as refused:
         regenerate(how)
     assert "\n" not in str(refused.value) and (tmp_path / "out.jsonl.log").is_file()

@@ -10,29 +10,25 @@ import pytest
 
 from vllm_mtpc import demo
 from vllm_mtpc.bench import decodings
-from vllm_mtpc.bench.decodings import INTERPRETED, OWN, V2_INTERPRETED, find_heads, find_peers
+from vllm_mtpc.bench.decodings import find_heads, find_peers
 from vllm_mtpc.errors import CheckpointError, UsageError
 
 NAMES = [str(demo.path(name)) for name in (*demo.CIRCUITS, *demo.PTP)]
 
 
-def test_heads_that_need_v2_are_interpreted_without_a_gpu(tmp_path: Path) -> None:
+def test_heads_that_need_v2_are_missing_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = json.loads((demo.path("btree") / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "lora_layers": 2}))
-    found, missing = find_heads([*NAMES, str(tmp_path)], {}, None, on_gpu=False)
-    assert [one.group for one in found] == [OWN] * 4 + [V2_INTERPRETED] * 4 and not missing
-    assert [one.circuit for one in found[:7]] == ["ff", "cp", "hmm", "btree", None, None, None]
+    names = [*NAMES, str(tmp_path)]
+    found, missing = find_heads(names, {}, None, on_gpu=False)
+    assert [one.circuit for one in found] == ["ff", "cp", "hmm", "btree"] and len(missing) == 4
     assert all(one.is_ours and one.is_required and not one.is_plain for one in found)
-    assert found[3].speculative == {"method": "mtpc", "model": NAMES[3]} and found[4].speculative["method"] == "ptp"
-    assert found[4].environment == INTERPRETED and found[0].environment == {}
-    found, _ = find_heads([*NAMES, str(tmp_path)], {}, 3, on_gpu=True)
-    assert {(one.group, one.speculative["num_speculative_tokens"]) for one in found} == {(OWN, 3)}
-
-
-def test_heads_without_the_interpreter_are_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(decodings, "INTERPRETER", tmp_path / "none")
-    found, missing = find_heads(NAMES[-1:], {}, None, on_gpu=False)
-    assert not found and missing[0].name == "late" and "needs a GPU" in missing[0].reason and missing[0].is_required
+    assert all("needs a GPU" in one.reason and one.is_required for one in missing)
+    on_gpu, _ = find_heads(names, {}, 3, on_gpu=True)
+    assert [one.speculative["method"] for one in on_gpu] == ["mtpc"] * 4 + ["ptp"] * 3 + ["mtpc"]
+    assert {one.speculative["num_speculative_tokens"] for one in on_gpu} == {3}
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert len(find_heads(names, {}, None, on_gpu=False)[0]) == 8
 
 
 def test_heads_have_different_names(tmp_path: Path) -> None:

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.fakes import BTREE, GREEDY, NGRAM, PLAIN, SAMPLED, decoding, measured
+from tests.support.fakes import BTREE, GREEDY, NGRAM, PLAIN, SAMPLED, measured
 from vllm_mtpc.bench.comparison import Comparison, Pass
-from vllm_mtpc.bench.decodings import V2_INTERPRETED
 from vllm_mtpc.bench.report import details, losing, make_rows, overview, unsteady
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.report import markdown, print_table
@@ -58,18 +57,15 @@ def test_unsteady_rows_have_rounds_of_different_speed() -> None:
     assert [row["decoding"] for row in unsteady(make_rows(Comparison(found)))] == ["btree"]
 
 
-def test_tables_are_ordered_by_setting_and_keep_groups_apart() -> None:
+def test_tables_are_ordered_by_setting() -> None:
     four = replace(SAMPLED, clients=4)
-    ptp, plain_v2 = decoding("o-ptp", "ptp", V2_INTERPRETED), decoding("plain", None, V2_INTERPRETED)
-    order = [(ptp, SAMPLED), (plain_v2, SAMPLED), (BTREE, GREEDY), (PLAIN, GREEDY), (PLAIN, four), (PLAIN, SAMPLED)]
+    order = [(BTREE, GREEDY), (PLAIN, GREEDY), (PLAIN, four), (PLAIN, SAMPLED)]
     found = make_rows(Comparison([one for who, cell in order for one in passes(who, cell, 1.0)]))
-    own = [(row["temperature"], row["clients"]) for row in found if row["group"] != V2_INTERPRETED]
-    assert own == [(1.0, 1), (1.0, 4), (0.0, 1), (0.0, 1)]
-    header, lines = overview(found, found[0]["group"])
+    assert [(row["temperature"], row["clients"]) for row in found] == [(1.0, 1), (1.0, 4), (0.0, 1), (0.0, 1)]
+    header, lines = overview(found)
     assert header == ["tok/s (speed-up)", "T=1, c=1", "T=1, c=4", "T=0, c=1"]
     assert lines == [["plain", "8", "8", "8"], ["btree", "not run", "not run", "8 (1.00x)"]]
-    assert overview(found, V2_INTERPRETED)[1] == [["o-ptp", "8 (1.00x)"], ["plain", "8"]]
-    assert f"o-ptp [{V2_INTERPRETED}]" in markdown(*details(found))
+    assert "| T=1, c=4 | plain | 8.0 |" in markdown(*details(found))
 
 
 def test_tables_in_a_pipe_are_markdown(capsys: pytest.CaptureFixture) -> None:

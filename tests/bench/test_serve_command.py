@@ -12,7 +12,7 @@ import pytest
 from tests.support.fakes import BTREE, NGRAM, PLAIN, Engines
 from vllm_mtpc import cli, demo
 from vllm_mtpc.bench import decodings, serve_command
-from vllm_mtpc.bench.decodings import OWN, V2_INTERPRETED, Missing
+from vllm_mtpc.bench.decodings import Missing
 from vllm_mtpc.errors import UsageError
 
 HEAD = str(demo.path("btree"))
@@ -34,19 +34,13 @@ def test_demo_compares_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decodings, "count_mtp_layers", lambda engine: 0)
     args = with_defaults("--demo")
     assert (args.concurrency, args.minutes, args.dtype, args.order) == ([1, 4, 16], 13.0, "float32", "interleaved")
-    groups, missing = serve_command.find_decodings(args, on_gpu=False)
-    names = {group: [one.name for one in found] for group, found in groups.items()}
-    assert [name for name in names[OWN] if name != "suffix"] == [
-        *("plain", "ngram", "ff (Medusa-style)", "cp", "hmm", "btree")
-    ]
-    assert names[V2_INTERPRETED] == ["plain", "late"] and "MTP" in [one.name for one in missing]
-    own, few = (serve_command.make_cells(args, group) for group in (OWN, V2_INTERPRETED))
-    assert [(cell.clients, cell.prompts, cell.max_tokens) for cell in own[:3]] == [
-        (1, 8, 96),
-        (4, 12, 96),
-        (16, 48, 96),
-    ]
-    assert [(cell.clients, cell.prompts, cell.max_tokens) for cell in few[:3]] == [(1, 4, 48), (4, 4, 48), (16, 16, 48)]
+    found, missing = serve_command.find_decodings(args, on_gpu=False)
+    names = [one.name for one in found if one.name != "suffix"]
+    assert names == ["plain", "ngram", "ff (Medusa-style)", "cp", "hmm", "btree"]
+    assert "MTP" in [one.name for one in missing]
+    cells = serve_command.make_cells(args)
+    assert [(one.clients, one.prompts, one.max_tokens) for one in cells[:3]] == [(1, 8, 96), (4, 12, 96), (16, 48, 96)]
+    assert Path(with_defaults("--demo", on_gpu=True).heads[-1]) == demo.path("late")
 
 
 def test_defaults_follow_the_head_and_the_machine() -> None:
@@ -85,17 +79,15 @@ def test_options_that_are_not_json_are_refused(words: tuple[str, str]) -> None:
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
     made = Engines(lambda name, setting, turn: 0.5 if name == "btree" else 1.0)
-    made.groups, made.missing = {OWN: [PLAIN, BTREE]}, [Missing("suffix", "not installed")]
+    made.decodings, made.missing = [PLAIN, BTREE], [Missing("suffix", "not installed")]
 
     @contextlib.contextmanager
-    def launched(engine, prompts, log, environment):
-        spec = engine.get("speculative_config", {})
-        name = "plain" if not spec else "ngram" if spec["method"] == "ngram" else "btree"
-        with made.start(next(one for one in made.groups[OWN] if one.name == name)) as engine:
+    def launched(engine, prompts, log):
+        with made.start(next(one for one in made.decodings if one.name == log.stem)) as engine:
             yield engine
 
     monkeypatch.setattr(serve_command, "launched", launched)
-    monkeypatch.setattr(serve_command, "find_decodings", lambda *_: (made.groups, list(made.missing)))
+    monkeypatch.setattr(serve_command, "find_decodings", lambda *_: (made.decodings, list(made.missing)))
     return made
 
 
@@ -137,7 +129,7 @@ def test_greedy_answers_that_differ_fail_in_float32(engines: Engines, tmp_path: 
 )
 def test_heads_that_did_not_run_fail(engines: Engines, tmp_path, capsys, decodings, missing, code, line) -> None:
     engines.cannot_start.add("btree")
-    engines.groups, engines.missing = {OWN: decodings}, missing
+    engines.decodings, engines.missing = decodings, missing
     assert run(tmp_path / "r.json") == code
     assert capsys.readouterr().out.strip().endswith(line)
 

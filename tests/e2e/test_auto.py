@@ -52,7 +52,7 @@ def test_served_target_with_bundled_head_drafts(tmp_path: Path) -> None:
     words = [str(shipping), "--dtype", "float32", "--enforce-eager", "--max-model-len", "128"]
     words += ["--kv-cache-memory-bytes", str(1 << 26)]
     log = tmp_path / "log"
-    with server.run_server(words, log, 600, {"MTPC_AUTO": "1", "VLLM_LOGGING_LEVEL": "INFO"}) as client:
+    with server.run_server(words, log, {"MTPC_AUTO": "1", "VLLM_LOGGING_LEVEL": "INFO"}) as client:
         outputs = [client.complete({"model": client.model(), "prompt": prompt, **GREEDY})[0] for prompt in PROMPTS]
         accepted = client.acceptance().accepted_tokens
     plain = run({"plain": engine(demo.path("target"))}, "v1")["plain"]

@@ -41,7 +41,7 @@ def words(method: str, head: str) -> list[str]:
 def test_both_data_parallel_engines_draft(case: str, tmp_path: Path) -> None:
     runner, method, head = CASES[case]
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", **forks.ENVIRONMENTS[runner]}
-    with server.run_server(words(method, head), tmp_path / "log", 1200, environment) as client:
+    with server.run_server(words(method, head), tmp_path / "log", environment) as client:
         model = client.model()
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
             bodies = [{"model": model, "prompt": prompt, **GREEDY} for prompt in PROMPTS]

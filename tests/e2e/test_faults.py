@@ -15,10 +15,10 @@ import numpy as np
 import psutil
 import pytest
 
+from benchmarks.child_process import tail
 from tests.support.engine import Call, Engine, run
 from tests.support.requests import prompt
 from vllm_mtpc import demo
-from vllm_mtpc.engine.process import tail
 from vllm_mtpc.engine.server import run_server
 from vllm_mtpc.errors import EngineFailed
 
@@ -51,7 +51,7 @@ def test_killed_process_ends_the_server(ranks: int, victim: str, tmp_path: Path)
     log = tmp_path / "log"
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks))), "TORCHDYNAMO_DISABLE": "1"}
     words = [*WORDS, "--tensor-parallel-size", str(ranks)]
-    with run_server(words, log, 600, environment) as client, ThreadPoolExecutor(2) as pool:
+    with run_server(words, log, environment) as client, ThreadPoolExecutor(2) as pool:
         server = psutil.Process(client.process)
         below = server.children(recursive=True)
         (process,) = [child for child in below if victim in "".join(child.cmdline())]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import prometheus_client
 import pytest
-from prometheus_client import CollectorRegistry, Counter
 
 from vllm_mtpc.engine.counters import Acceptance
 
@@ -20,7 +18,6 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="demo",
 vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="demo",position="2"} 1.0
 vllm:generation_tokens_total{engine="0",model_name="demo"} 25.0
 """
-LABELS = {"spec_decode_num_accepted_tokens_per_pos": "position", "spec_decode_drafts_pruned": "by"}
 
 
 def test_metrics_of_a_server_are_read() -> None:
@@ -35,28 +32,8 @@ def test_counters_of_engines_are_added() -> None:
     assert both == Acceptance(20, 60, 30, (18, 10, 2))
 
 
-def test_metrics_of_this_process_are_read(monkeypatch) -> None:
-    registry = CollectorRegistry()
-    monkeypatch.setattr(prometheus_client, "REGISTRY", registry)
-
-    def count(name: str, **values: int) -> None:
-        counter = Counter(f"vllm:{name}", "", [label] if (label := LABELS.get(name)) else [], registry=registry)
-        for value, number in values.items():
-            (counter.labels(value.strip("_")) if label else counter).inc(number)
-
-    count("generation_tokens", all=25)
-    count("spec_decode_num_drafts", all=10)
-    count("spec_decode_num_draft_tokens", all=30)
-    count("spec_decode_num_accepted_tokens", all=15)
-    count("spec_decode_num_accepted_tokens_per_pos", _0=9, _1=5, _2=1)
-    assert Acceptance.read() == Acceptance(10, 30, 15, (9, 5, 1))
-    count("spec_decode_steps", all=60)
-    count("spec_decode_drafts_pruned", schedule=80, confidence=10)
-    assert Acceptance.read() == Acceptance(10, 30, 15, (9, 5, 1), 60, (80, 10, 0, 0))
-
-
 def test_tokens_per_step_is_over_all_steps() -> None:
-    """Ten steps in sixty drafted: the fifty others count, on a server and offline, and in sums."""
+    """Ten steps in sixty drafted: the fifty others count, also in sums."""
     text = PROMETHEUS + (
         'vllm:spec_decode_steps_total{engine="0",model_name="demo"} 60.0\n'
         'vllm:spec_decode_drafts_pruned_total{by="schedule",engine="0",model_name="demo"} 80.0\n'

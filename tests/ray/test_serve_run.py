@@ -16,12 +16,12 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 
+from benchmarks.child_process import group
 from benchmarks.ray_demo import ENVIRONMENT, PAIRS, is_healthy, wait
 from tests.support.clusters import cluster
 from tests.support.engine import Call, Engine, run
 from tests.support.requests import prompt
 from vllm_mtpc import demo
-from vllm_mtpc.engine.process import group
 from vllm_mtpc.engine.server import Client, free_port
 
 ROOT = Path(__file__).parents[2]

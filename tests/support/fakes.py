@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from vllm_mtpc.bench.decodings import OWN, Decoding
+from vllm_mtpc.bench.decodings import Decoding
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.passes import Measured, Setting
 from vllm_mtpc.errors import EngineFailed
@@ -15,8 +15,8 @@ GREEDY = Setting("T=0, c=1", 1, 0.0, 4, 2)
 SAMPLED = Setting("T=1, c=1", 1, 1.0, 4, 2)
 
 
-def decoding(name: str, method: str | None = "mtpc", group: str = OWN) -> Decoding:
-    return Decoding(name, None if method is None else {"method": method}, group=group, is_required=method == "mtpc")
+def decoding(name: str, method: str | None = "mtpc") -> Decoding:
+    return Decoding(name, None if method is None else {"method": method}, is_required=method == "mtpc")
 
 
 PLAIN, NGRAM, BTREE = decoding("plain", None), decoding("ngram", "ngram"), decoding("btree")

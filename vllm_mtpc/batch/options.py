@@ -33,6 +33,11 @@ class BatchOptions(EngineOptions):
         return -(-self.in_flight // self.part_lines) + 1
 
 
+# Chunked prefill sets a generator's offset, which generators on a CPU do not have. By default vLLM reserves nearly all
+# memory, and does not start if other processes use some of it.
+ON_CPU = {"enforce_eager": True, "enable_chunked_prefill": False, "kv_cache_memory_bytes": 1 << 30}
+
+
 class RegenerateOptions(BaseModel):
     """Prompts cut from data, and responses by the target. A field is a flag of `vllm-mtpc regenerate`."""
 
@@ -69,7 +74,9 @@ class RegenerateOptions(BaseModel):
         return self.model_dump(exclude={"out", "tensor_parallel_size", "kv_cache_memory"})
 
     def arguments(self, has_tokenizer: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Keyword arguments of `vllm.LLM` and of `SamplingParams`."""
+        """Return the arguments of the engine and of the requests' sampling, without `max_tokens`."""
+        from vllm_mtpc.hf import choose_device
+
         engine = {
             "model": self.target,
             "dtype": self.dtype,
@@ -77,8 +84,8 @@ class RegenerateOptions(BaseModel):
             "skip_tokenizer_init": not has_tokenizer,
             "disable_log_stats": True,
             "seed": self.seed,
+            **(ON_CPU if choose_device("auto").type == "cpu" else {}),
         }
         given = {"max_model_len": self.max_model_len, "kv_cache_memory_bytes": self.kv_cache_memory}
         engine |= {key: value for key, value in given.items() if value is not None} | self.engine
-        names = ("temperature", "top_p", "top_k", "max_tokens", "ignore_eos")
-        return engine, {name: getattr(self, name) for name in names} | {"detokenize": False}
+        return engine, self.model_dump(include={"temperature", "top_p", "top_k", "ignore_eos"})

@@ -12,8 +12,10 @@ import os
 import sys
 import time
 from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +23,9 @@ from pydantic import ValidationError
 
 from vllm_mtpc.batch.lines import differing, digest
 from vllm_mtpc.batch.options import RegenerateOptions
-from vllm_mtpc.engine.child import started
-from vllm_mtpc.engine.served import ON_CPU, waves
+from vllm_mtpc.engine.options import serve_arguments
+from vllm_mtpc.engine.served import NO_KEY, OWN_SAMPLING
+from vllm_mtpc.engine.server import run_server
 from vllm_mtpc.errors import SETUP, EngineFailed, UsageError, one_line
 from vllm_mtpc.files import read_json, replace_file
 from vllm_mtpc.flags import add_flags, typed
@@ -33,6 +36,9 @@ if TYPE_CHECKING:
     from typing import Self
 
     from vllm_mtpc.batch.prompts import Request
+
+IN_FLIGHT = 512  # requests at the engine
+WAVE = 16  # answers that are written at once
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,23 +117,38 @@ def _write(options: RegenerateOptions, left: list[Request], total: int, tokenize
 def _engine(
     options: RegenerateOptions, requests: list[Request], has_tokenizer: bool
 ) -> Generator[list[dict[str, Any]]]:
-    """Yield an empty list when the engine is ready, then lists of its answers."""
+    """Yield an empty list when the engine is ready, then lists of its answers, in the order of the requests.
+
+    An answer without `response_ids` was skipped: its prompt leaves no room for a token.
+    """
     log = options.out.with_name(options.out.name + ".log")
-    prompts = ({"id": request.id, "prompt_ids": request.prompt_ids} for request in requests)
     engine, sampling = options.arguments(has_tokenizer)
-    left = len(requests)
-    with started(waves, engine, log, {"sampling": sampling}, prompts, ON_CPU) as child:
-        try:
-            while left:
-                answers = child.answer()
-                yield answers
-                left -= len(answers)
-        except EngineFailed as error:
-            raise UsageError(
-                f"vLLM ended with exit code {child.process.returncode} before it had answered {left} of "
-                f"{len(requests)} prompts: {error.reason}; its log is {log}; what was answered is kept, run again to "
-                "continue"
-            ) from None
+    left, pool = len(requests), ThreadPoolExecutor(IN_FLIGHT)
+    try:
+        with run_server(serve_arguments({**OWN_SAMPLING, **engine}), log, NO_KEY) as client:
+            card = client.model_card()
+
+            def answer(request: Request) -> dict[str, Any]:
+                room = card["max_model_len"] - len(request.prompt_ids)
+                if room < 1:
+                    return {"id": request.id}
+                body = {"model": card["id"], "prompt": request.prompt_ids, "seed": int(request.id[:8], 16), **sampling}
+                (choice,) = client.choices({**body, "max_tokens": min(room, options.max_tokens)})
+                found = {"id": request.id, "response_ids": choice["token_ids"]}
+                return found | {"finish_reason": choice["finish_reason"]}
+
+            yield []
+            answers = pool.map(answer, requests)
+            while wave := list(islice(answers, WAVE)):
+                yield wave
+                left -= len(wave)
+    except EngineFailed as error:
+        raise UsageError(
+            f"vLLM failed before it had answered {left} of {len(requests)} prompts: {error.reason}; its log is {log}; "
+            "what was answered is kept, run again to continue"
+        ) from None
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
     log.unlink(missing_ok=True)
 
 

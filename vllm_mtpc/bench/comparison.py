@@ -47,15 +47,15 @@ class Pass:
 
 @dataclass
 class Comparison:
-    """Passes of a run, greedy answers by (group, decoding), and ways of decoding that could not run."""
+    """Passes of a run, greedy answers, and ways of decoding that could not run."""
 
     passes: list[Pass] = field(default_factory=list)
     greedy: dict[Decoding, list[list[int]]] = field(default_factory=dict)
     missing: list[Missing] = field(default_factory=list)
 
     def identical(self, decoding: Decoding) -> tuple[int, int] | None:
-        """Return how many greedy answers equal those of plain vLLM of the same group, and their number."""
-        plain = next((found for one, found in self.greedy.items() if one.is_plain and one.group == decoding.group), [])
+        """Return how many greedy answers equal those of plain vLLM, and their number."""
+        plain = next((found for one, found in self.greedy.items() if one.is_plain), [])
         if decoding.is_plain or decoding not in self.greedy:
             return None
         return sum(mine == its for mine, its in zip(self.greedy[decoding], plain, strict=True)), len(plain)
@@ -121,7 +121,7 @@ def _measure_group(
 
     with contextlib.ExitStack() as stack:
         for decoding in decodings:
-            bar.set_postfix_str(f"starting {decoding.name} ({decoding.group})")
+            bar.set_postfix_str(f"starting {decoding.name}")
             with may_fail(decoding):
                 engines[decoding] = stack.enter_context(start(decoding))
                 into.greedy[decoding] = engines[decoding].complete_greedy(cells[0], CHECKED)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_mtpc.engine.speculation import count_mtp_layers
+from vllm_mtpc.engine.target_config import count_mtp_layers
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.families import FAMILIES
 
@@ -17,10 +17,6 @@ LOOKUP = {"prompt_lookup_max": 5, "prompt_lookup_min": 2}  # of ngram: the most 
 DRAFTS = 5  # of peers, by default
 CHOOSE_LENGTH = ("suffix", "dspark")  # methods that choose the number of drafts
 PEERS = ("ngram", "suffix", "mtp")
-INTERPRETER = Path(__file__).parents[2] / "scripts" / "interpreter"
-INTERPRETED = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": str(INTERPRETER)}
-OWN = "own runner"
-V2_INTERPRETED = "V2, interpreted"
 CPU_CACHE_BYTES = 256 << 20  # of KV cache for each engine: several run at once
 
 
@@ -32,14 +28,12 @@ class Decoding:
         name: of its rows.
         speculative: vLLM's speculative_config; None: plain vLLM.
         circuit: of an MtPC head.
-        group: of rows that are compared with the same plain vLLM.
         is_required: whether the command fails if it cannot run: a head, or a peer that the user configured.
     """
 
     name: str
     speculative: dict[str, Any] | None = None
     circuit: str | None = None
-    group: str = OWN
     is_required: bool = False
 
     @property
@@ -49,11 +43,6 @@ class Decoding:
     @property
     def is_ours(self) -> bool:
         return (self.speculative or {}).get("method") in FAMILIES
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Variables of its engine's process."""
-        return INTERPRETED if self.group == V2_INTERPRETED else {}
 
 
 class Missing(NamedTuple):
@@ -107,7 +96,7 @@ def find_heads(
 ) -> tuple[list[Decoding], list[Missing]]:
     """Return heads of this package, each with the options of its checkpoint and once more for every variant.
 
-    PTP heads and draft layers need Model Runner V2. Without a GPU its kernels are interpreted, in a group of their own.
+    PTP heads and draft layers need Model Runner V2: a GPU, or the interpreted kernels of scripts/v2_on_cpu.sh.
 
     Args:
         names: folders or hub names.
@@ -121,19 +110,19 @@ def find_heads(
     from vllm_mtpc.eval.evaluator import resolve
 
     configs = [(name, resolve(name)[1]) for name in names]
+    has_v2 = on_gpu or os.environ.get("TRITON_INTERPRET") == "1"
     found, missing = [], []
     for label, (name, config) in zip(_labels(configs), configs, strict=True):
         given: dict[str, Any] = {"method": config.speculators_model_type, "model": name}
         if num_drafts:
             given["num_speculative_tokens"] = num_drafts
         circuit = getattr(config, "circuit", None)
-        group = V2_INTERPRETED if getattr(config, "has_draft_layers", True) and not on_gpu else OWN  # PTP heads always
-        if group == V2_INTERPRETED and not INTERPRETER.is_dir():
-            missing.append(Missing(label, "needs a GPU, or scripts/interpreter of a checkout of this package", True))
+        if getattr(config, "has_draft_layers", True) and not has_v2:  # PTP heads always
+            missing.append(Missing(label, "needs a GPU, or scripts/v2_on_cpu.sh vllm-mtpc bench serve ...", True))
             continue
         for variant, more in {"": {}, **variants}.items():
             name = f"{label}, {variant}" if variant else label
-            found.append(Decoding(name, {**given, **more}, circuit, group, is_required=True))
+            found.append(Decoding(name, {**given, **more}, circuit, is_required=True))
     return found, missing
 
 

@@ -9,7 +9,6 @@ from statistics import median
 from typing import Any
 
 from vllm_mtpc.bench.comparison import Comparison, Pass
-from vllm_mtpc.bench.decodings import OWN
 from vllm_mtpc.engine.counters import DEFINITIONS, Acceptance
 
 Row = dict[str, Any]
@@ -27,11 +26,8 @@ COLUMN_DEFINITIONS = (
 def make_rows(comparison: Comparison) -> list[Row]:
     """Return one row per setting and way of decoding; results are medians over rounds."""
     cells: dict[tuple[Any, ...], list[Pass]] = {}
-    order = sorted(
-        comparison.passes, key=lambda one: (one.decoding.group != OWN, -one.cell.temperature, one.cell.clients)
-    )
-    for one in order:
-        cells.setdefault((one.decoding.group, one.cell, one.decoding.name), []).append(one)
+    for one in sorted(comparison.passes, key=lambda one: (-one.cell.temperature, one.cell.clients)):
+        cells.setdefault((one.cell, one.decoding.name), []).append(one)
     return [_row(found, comparison) for found in cells.values()]
 
 
@@ -45,7 +41,6 @@ def _row(found: list[Pass], comparison: Comparison) -> Row:
         "decoding": decoding.name,
         "circuit": decoding.circuit,
         "ours": decoding.is_ours,
-        "group": decoding.group,
         "temperature": cell.temperature,
         "clients": cell.clients,
         "prompts": cell.prompts,
@@ -82,13 +77,12 @@ def place(row: Row) -> str:
     return f"{row['decoding']} T={row['temperature']:g} c={row['clients']}"
 
 
-def overview(found: Sequence[Row], group: str) -> tuple[list[str], list[list[str]]]:
-    """Return the header and lines of a table: tok/s and speed-up of a group by way of decoding and setting."""
-    mine = [row for row in found if row["group"] == group]
-    settings = list(dict.fromkeys((row["temperature"], row["clients"]) for row in mine))
+def overview(found: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Return the header and lines of a table: tok/s and speed-up by way of decoding and setting."""
+    settings = list(dict.fromkeys((row["temperature"], row["clients"]) for row in found))
     lines = []
-    for name in dict.fromkeys(row["decoding"] for row in mine):
-        by_setting = {(row["temperature"], row["clients"]): row for row in mine if row["decoding"] == name}
+    for name in dict.fromkeys(row["decoding"] for row in found):
+        by_setting = {(row["temperature"], row["clients"]): row for row in found if row["decoding"] == name}
         lines.append([name, *(_cell(by_setting.get(setting)) for setting in settings)])
     return ["tok/s (speed-up)", *(f"T={T:g}, c={clients}" for T, clients in settings)], lines
 
@@ -102,7 +96,7 @@ def _cell(row: Row | None) -> str:
 
 COLUMNS = (
     ("T, c", lambda row: f"T={row['temperature']:g}, c={row['clients']}"),
-    ("decoding", lambda row: row["decoding"] + ("" if row["group"] == OWN else f" [{row['group']}]")),
+    ("decoding", "decoding"),
     ("tok/s", "tokens_per_second", "{:.1f}"),
     ("speed-up", "speedup", "{:.2f}x"),
     ("least..most", "speedup_spread", "{0[0]:.2f}..{0[1]:.2f}"),

@@ -18,20 +18,11 @@ import torch
 from vllm_mtpc import demo
 from vllm_mtpc.bench import comparison, report
 from vllm_mtpc.bench.comparison import Comparison, compare
-from vllm_mtpc.bench.decodings import (
-    OWN,
-    PEERS,
-    V2_INTERPRETED,
-    Decoding,
-    Missing,
-    engine_arguments,
-    find_heads,
-    find_peers,
-)
+from vllm_mtpc.bench.decodings import PEERS, Decoding, Missing, engine_arguments, find_heads, find_peers
 from vllm_mtpc.data import prompts
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.engine.passes import Engine, Prompt, Setting, launched
-from vllm_mtpc.errors import EngineFailed, UsageError
+from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.evaluator import resolve, target_of
 from vllm_mtpc.flags import check_positive, json_object
 from vllm_mtpc.report import SERVED, check_file, check_folder, print_table, write_json
@@ -39,8 +30,6 @@ from vllm_mtpc.report import SERVED, check_file, check_folder, print_table, writ
 VARIANT_HELP = "every head once more, with more of speculative_config: --variant 'K=3={\"num_speculative_tokens\": 3}'"
 PEER_HELP = 'another speculative_config of vLLM: --peer \'NAME={"method": "eagle", "model": ...}\''
 ROOM = 64  # tokens of context after the longest answer: vLLM drafts fewer near the end of the context
-# Interpreted kernels cost by the call, whatever the size of the model
-INTERPRETED = {"max_tokens": 48, "prompts": 4, "rounds": 2}
 DEMO = {"concurrency": [1, 4, 16], "prompts": 8, "max_tokens": 96, "rounds": 8, "minutes": 13.0}
 DEFAULTS = {"concurrency": [1, 2, 4, 8, 16, 32, 64], "prompts": 16, "max_tokens": 128, "rounds": 3, "minutes": None}
 
@@ -79,13 +68,13 @@ def run(args: argparse.Namespace) -> int:
     set_defaults(args, on_gpu)
     check_file(args.json)
     check_folder(args.logs, "--logs")
-    groups, missing = find_decodings(args, on_gpu)
-    cells = {group: make_cells(args, group) for group in groups}
-    most = max(cell.prompts for found in cells.values() for cell in found)
+    decodings, missing = find_decodings(args, on_gpu)
+    cells = make_cells(args)
+    most = max(cell.prompts for cell in cells)
     texts = prompts.load(args.data, args.target, args.rounds * most, args.prompt_tokens, args.max_prompt_tokens)
     found = Comparison(missing=missing)
     with _logs(args) as logs:
-        measure(args, groups, cells, texts, logs, on_gpu, found)
+        measure(args, decodings, cells, texts, logs, on_gpu, found)
     given = {key: value for key, value in vars(args).items() if key not in ("json", "logs", "run", "bench")}
     result = {
         "kind": SERVED,
@@ -99,8 +88,7 @@ def run(args: argparse.Namespace) -> int:
         write_json(args.json, result)
     print_result(result)
     differing = print_identity(found)
-    # the user did not choose the demo's heads: one that cannot run on this machine is no failure
-    lost = [one.name for one in found.missing if one.is_required and not (args.demo and one in missing)]
+    lost = [one.name for one in found.missing if one.is_required]
     if lost or all(row["speedup"] is None for row in result["rows"]):
         print(f"failed: {', '.join(lost)} did not run" if lost else "failed: nothing was compared with plain vLLM")
         return 1
@@ -124,8 +112,8 @@ def set_defaults(args: argparse.Namespace, on_gpu: bool) -> None:
         if args.target or args.heads:
             raise UsageError("--demo has its own target and heads; leave --target and --heads out, or --demo")
         args.target = str(demo.path("target"))
-        on_gpus = (demo.BACKBONE,) if on_gpu else ()  # elsewhere interpreted
-        args.heads = [str(demo.path(name)) for name in (*demo.CIRCUITS, *on_gpus, "late")]
+        of_v2 = (demo.BACKBONE, "late") if on_gpu else ()
+        args.heads = [str(demo.path(name)) for name in (*demo.CIRCUITS, *of_v2)]
     if not args.target:
         if not args.heads:
             raise UsageError("nothing to compare: name a target (--target), heads (--heads) or --demo")
@@ -140,30 +128,27 @@ def set_defaults(args: argparse.Namespace, on_gpu: bool) -> None:
     args.order = args.order or ("bracketed" if on_gpu else "interleaved")
 
 
-def find_decodings(args: argparse.Namespace, on_gpu: bool) -> tuple[dict[str, list[Decoding]], list[Missing]]:
-    """Return the ways of decoding by group, plain vLLM first in each, and those that cannot run."""
+def find_decodings(args: argparse.Namespace, on_gpu: bool) -> tuple[list[Decoding], list[Missing]]:
+    """Return the ways of decoding, plain vLLM first, and those that cannot run."""
     engine = {"model": args.target, "dtype": args.dtype, **args.engine}
     peers, missing = find_peers(args.peers, dict(args.peer), args.num_drafts, engine)
     heads, more = find_heads(args.heads, dict(args.variant), args.num_drafts, on_gpu)
-    names = ["plain", *(one.name for one in peers + heads)]
+    decodings = [Decoding("plain"), *peers, *heads]
+    names = [one.name for one in decodings]
     if again := [name for name in names if names.count(name) > 1]:
         raise UsageError(f"--peer {again[0]}: another row has this name; choose a different one")
-    groups = {}
-    for group in (V2_INTERPRETED, OWN):  # the interpreted group is short; the other may use the time that is left
-        if found := [one for one in peers + heads if one.group == group]:
-            groups[group] = [Decoding("plain", group=group), *found]
-    return groups or {OWN: [Decoding("plain")]}, missing + more
+    return decodings, missing + more
 
 
-def make_cells(args: argparse.Namespace, group: str) -> list[Setting]:
-    """Return the settings of a group: temperatures and numbers of clients."""
+def make_cells(args: argparse.Namespace) -> list[Setting]:
+    """Return the settings: temperatures and numbers of clients."""
     return [
         Setting(
             f"T={temperature:g}, c={clients}",
             clients,
             temperature,
-            size(args, group, "max_tokens"),
-            max(size(args, group, "prompts"), (1 if group == V2_INTERPRETED else 3) * clients),
+            args.max_tokens,
+            max(args.prompts, 3 * clients),
             ignore_eos=not args.stop_at_eos,
         )
         for temperature in args.temperature
@@ -171,47 +156,32 @@ def make_cells(args: argparse.Namespace, group: str) -> list[Setting]:
     ]
 
 
-def size(args: argparse.Namespace, group: str, key: str) -> int:
-    """Return max_tokens, prompts or rounds of a group; less for interpreted kernels."""
-    value = getattr(args, key)
-    return min(value, INTERPRETED[key]) if group == V2_INTERPRETED else value
-
-
 def measure(
     args: argparse.Namespace,
-    groups: dict[str, list[Decoding]],
-    cells: dict[str, list[Setting]],
+    decodings: Sequence[Decoding],
+    cells: Sequence[Setting],
     texts: Sequence[Prompt],
     logs: Path,
     on_gpu: bool,
     into: Comparison,
 ) -> None:
-    """Measure all groups. Raises EngineFailed if plain vLLM fails on its own runner."""
+    """Measure all ways of decoding. Raises EngineFailed if plain vLLM fails."""
     length = -(-(max(map(len, texts)) + args.max_tokens + ROOM) // 64) * 64
     engine = engine_arguments(args.target, args.dtype, length, max(args.concurrency), on_gpu, args.engine)
     deadline = time.monotonic() + 60 * args.minutes if args.minutes else float("inf")
 
     def start(decoding: Decoding) -> contextlib.AbstractContextManager[Engine]:
         drafts = {} if decoding.is_plain else {"speculative_config": decoding.speculative}
-        name = "".join(letter if letter.isalnum() else "-" for letter in f"{decoding.name}-{decoding.group}")
-        return launched({**engine, **drafts}, texts, logs / f"{name}.log", decoding.environment)
+        name = "".join(letter if letter.isalnum() else "-" for letter in decoding.name)
+        return launched({**engine, **drafts}, texts, logs / f"{name}.log")
 
-    for group, decodings in groups.items():
-        try:
-            compare(decodings, cells[group], size(args, group, "rounds"), start, args.order, into, deadline)
-        except EngineFailed as error:  # of plain vLLM
-            if group == OWN:
-                raise
-            reason = f"{group}: {error.reason}"
-            into.missing += [Missing(one.name, reason, one.is_required) for one in decodings]
+    compare(decodings, cells, args.rounds, start, args.order, into, deadline)
 
 
 def print_result(result: dict[str, Any]) -> None:
     """Print tables, ways of decoding that were not run, definitions, and heads that are slower than plain vLLM."""
     found = result["rows"]
-    for group in dict.fromkeys(row["group"] for row in found):
-        note = "" if group == OWN else f" ({group}: compare these rows with each other only)"
-        print_table(f"tok/s and speed-up over plain{note}", *report.overview(found, group))
+    print_table("tok/s and speed-up over plain", *report.overview(found))
     print_table("all columns", *report.details(found))
     print()
     for one in result["not_run"]:

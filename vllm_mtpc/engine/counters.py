@@ -67,18 +67,12 @@ class Acceptance:
         return self.__add__(earlier, -1)
 
     @classmethod
-    def read(cls, metrics: str | None = None) -> Acceptance:
-        """Read the counters since the start, summed over engines.
-
-        Args:
-            metrics: text of a server's /metrics; None: the registry of this process, whose engines need
-                `disable_log_stats=False`.
-        """
-        from prometheus_client import REGISTRY
+    def read(cls, metrics: str) -> Acceptance:
+        """Read the text of a server's /metrics: counters since its start, summed over engines."""
         from prometheus_client.parser import text_string_to_metric_families
 
-        families = REGISTRY.collect() if metrics is None else text_string_to_metric_families(metrics)
         totals: Counter[tuple[str, str]] = Counter()
+        families = text_string_to_metric_families(metrics)
         for sample in chain.from_iterable(family.samples for family in families):
             if sample.name.startswith(_PREFIX) and not sample.name.endswith("_created"):
                 label = sample.labels.get("position") or sample.labels.get("by") or ""

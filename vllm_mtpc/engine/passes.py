@@ -1,33 +1,31 @@
 """Measure a server with `vllm bench serve`, in settings that plain vLLM and heads share.
 
-`vllm bench serve` runs in a process that imports vLLM once and serves every pass. Tokens per step come from the
-server's counters, read before and after a pass.
+Tokens per step come from the server's counters, read before and after a pass.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
+import gc
+import io
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import IO, Any
+from typing import Any
 
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.options import serve_arguments
-from vllm_mtpc.engine.process import cpu_seconds, engine_environment
+from vllm_mtpc.engine.process import cpu_seconds
 from vllm_mtpc.engine.server import Client, run_server
 from vllm_mtpc.errors import EngineFailed
 
 Prompt = str | list[int]  # text, or token ids
 WARM_UP_TOKENS = 8
-START_S = 1800.0
-LOG_CHARACTERS = 4000
 TIMES = ("latencies", "ttfts", "output_lens")  # by request, of `vllm bench serve --save-detailed`
 
 
@@ -143,60 +141,35 @@ def _seconds_per_token(latency: float, first: float, tokens: int) -> float:
 
 
 @functools.cache
-def _load_process() -> tuple[subprocess.Popen[str], IO[str]]:
-    """Start the process that runs `vllm bench serve`, and its log; it ends with this process."""
-    log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (open as long as the process)
-    command = [sys.executable, "-m", "vllm_mtpc.engine.passes"]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, env=engine_environment(), text=True), log
+def _bench_serve_parser() -> argparse.ArgumentParser:
+    from vllm.benchmarks.serve import add_cli_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    add_cli_args(parser)
+    return parser
 
 
 def _run_bench_serve(words: Sequence[str]) -> dict[str, Any]:
-    process, log = _load_process()
-    assert process.stdin is not None and process.stdout is not None  # pipes
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(json.dumps(words) + "\n")
-        process.stdin.flush()
-    if not (answer := process.stdout.readline()):
-        process.wait()
-        _load_process.cache_clear()
-        log.seek(0)
-        raise EngineFailed(f"vllm bench serve ended:\n{log.read()[-LOG_CHARACTERS:]}")
-    return json.loads(answer)
+    from vllm.benchmarks.serve import main
+
+    with contextlib.redirect_stdout(io.StringIO()):  # the report of every pass
+        result = main(_bench_serve_parser().parse_args(words))
+    gc.unfreeze()  # vLLM has frozen all objects, and Triton reports those that are left at exit
+    return result
 
 
 @contextlib.contextmanager
-def launched(
-    engine: Mapping[str, Any], prompts: Sequence[Prompt], log: Path, environment: Mapping[str, str] | None = None
-) -> Iterator[Engine]:
+def launched(engine: Mapping[str, Any], prompts: Sequence[Prompt], log: Path) -> Iterator[Engine]:
     """Run a server to measure.
 
     Args:
         engine: arguments of the engine by their names in `vllm.LLM`.
         prompts: that its passes choose from.
         log: file of the server's output.
-        environment: added to that of every engine.
 
     Raises:
         EngineFailed: the server did not start.
     """
-    with run_server(serve_arguments(engine), log, START_S, environment) as client:
+    with run_server(serve_arguments(engine), log) as client:
         yield Engine(client, prompts)
-
-
-def main() -> None:
-    """Run `vllm bench serve` for every line of arguments (JSON) on standard input; print a line of results each."""
-    from vllm.benchmarks.serve import add_cli_args
-    from vllm.benchmarks.serve import main as bench_serve
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    parser = FlexibleArgumentParser()
-    add_cli_args(parser)
-    results = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr):
-        for line in sys.stdin:
-            print(json.dumps(bench_serve(parser.parse_args(json.loads(line)))), file=results, flush=True)
-
-
-if __name__ == "__main__":
-    main()

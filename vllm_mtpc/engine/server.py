@@ -35,6 +35,7 @@ PROGRAM = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
 HOST = "127.0.0.1"
 LOG_LINES = 25  # of the server's output in an error message
 HEALTH_TIMEOUT_S = 20.0
+ANSWER_TIMEOUT_S = 86400.0  # of a whole answer, all tokens of all prompts of a request
 JSON = {"Content-Type": "application/json"}
 
 
@@ -96,8 +97,8 @@ class Client:
         with self.ask("GET", path, timeout_s=timeout_s) as response:
             return response.status, response.read().decode("utf-8", errors="replace")
 
-    def post(self, path: str, body: bytes) -> tuple[int, str]:
-        with self.ask("POST", path, body) as response:
+    def post(self, path: str, body: bytes, timeout_s: float | None = None) -> tuple[int, str]:
+        with self.ask("POST", path, body, timeout_s) as response:
             return response.status, response.read().decode("utf-8", errors="replace")
 
     def is_healthy(self) -> bool:
@@ -111,18 +112,30 @@ class Client:
 
     def model(self) -> str:
         """Return the name of the served model."""
-        return json.loads(self.get("/v1/models")[1])["data"][0]["id"]
+        return self.model_card()["id"]
+
+    def model_card(self) -> dict[str, Any]:
+        """Return the served model, with its `id` and `max_model_len`."""
+        return json.loads(self.get("/v1/models")[1])["data"][0]
 
     def complete(self, body: dict[str, Any]) -> list[list[int]]:
-        """Return the token ids of every choice of one `/v1/completions` request.
+        """Return the token ids of every choice of one `/v1/completions` request, see `choices`."""
+        return [choice["token_ids"] for choice in self.choices(body)]
+
+    def choices(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the choices of one `/v1/completions` request, with `token_ids`.
 
         Raises:
             EngineFailed: the server refuses the request or fails.
         """
-        status, text = self.post("/v1/completions", json.dumps({**body, "return_token_ids": True}).encode())
+        asked = json.dumps({**body, "return_token_ids": True}).encode()
+        try:
+            status, text = self.post("/v1/completions", asked, ANSWER_TIMEOUT_S)
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineFailed(f"POST /v1/completions is not answered: {error!r}") from None
         if status != 200:
             raise EngineFailed(f"POST /v1/completions returned {status}: {text[:500]}")
-        return [choice["token_ids"] for choice in json.loads(text)["choices"]]
+        return json.loads(text)["choices"]
 
 
 class VllmServer:
@@ -277,25 +290,25 @@ class VllmServer:
 
 
 @contextlib.contextmanager
-def run_server(
-    arguments: Sequence[str], log: Path, timeout_s: float = 600.0, environment: Mapping[str, str] | None = None
-) -> Iterator[Client]:
+def run_server(arguments: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> Iterator[Client]:
     """Run `vllm serve ARGUMENTS` on a free port with its output in `log`; yield its client when it is healthy.
 
     Args:
         arguments: words after `vllm serve`.
         log: file of the output.
-        timeout_s: longest start.
         environment: added to that of every engine (`engine_environment`).
 
     Raises:
-        EngineFailed: the server did not start.
+        EngineFailed: the server did not start, or it ended while the block asked it.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as output:
         server = VllmServer(arguments, {**engine_environment(), **(environment or {})}, PROGRAM, output, free_port())
+        server.start()
         try:
-            server.start(timeout_s)
             yield server.client
+        except EngineFailed:
+            server.check_running()
+            raise
         finally:
             server.stop()

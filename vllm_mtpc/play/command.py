@@ -23,7 +23,6 @@ from vllm_mtpc.play.app import Play, Side
 DEMO_HEADS = ("btree", "hmm", "cp", "ff")
 DEMO_ENGINE = ("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", "64M")
 PROMPTS = {True: "def read_lines(path):\n    ", False: "Write a short poem about a lighthouse."}  # of the demo or not
-START_S = 1800.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,7 +97,7 @@ def run_servers(args: argparse.Namespace, names: Sequence[tuple[str, str]]) -> I
 
         def start(name: str) -> server.Client:
             log = Path(logs) / f"{name}.log"
-            return stack.enter_context(server.run_server(arguments[name], log, START_S, environment))
+            return stack.enter_context(server.run_server(arguments[name], log, environment))
 
         plain, head = pool.map(start, arguments)
         url = f"http://{server.HOST}:{head.port}"

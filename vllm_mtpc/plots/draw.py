@@ -132,12 +132,13 @@ def plot_served(rows: Sequence[Mapping[str, Any]], folder: Path, name: str) -> l
     """Draw `name`-latency.png and .svg for each group of rows that may be compared.
 
     Args:
-        rows: of a result of `vllm-mtpc bench serve`; groups after the first one add their name to the file's.
+        rows: of a result of `vllm-mtpc bench serve`; groups, in results of version 0.2, add their name to the file's.
     """
     files = []
-    for number, group in enumerate(dict.fromkeys(row["group"] for row in rows)):
+    for number, group in enumerate(dict.fromkeys(row.get("group", "") for row in rows)):
         suffix = "-" + re.sub(r"\W+", "-", group).lower() if number else ""
-        files += plot_latency([row for row in rows if row["group"] == group], folder, f"{name}{suffix}-latency")
+        mine = [row for row in rows if row.get("group", "") == group]
+        files += plot_latency(mine, folder, f"{name}{suffix}-latency")
     return files
 
 

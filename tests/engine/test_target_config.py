@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.peers import change, make_mimo
 from vllm_mtpc import demo
-from vllm_mtpc.engine.speculation import count_mtp_layers
+from vllm_mtpc.engine.target_config import count_mtp_layers
 from vllm_mtpc.errors import UsageError
 
 

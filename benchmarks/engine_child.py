@@ -1,4 +1,4 @@
-"""Run a job with `vllm.LLM` in a child process: `python -m vllm_mtpc.engine.child FD`.
+"""Run a job with `vllm.LLM` in a child process: `python -m benchmarks.engine_child FD`.
 
 A job is a function `job(llm, items, **given)` that yields answers. The child reads lines of JSON from its standard
 input: first the engine's arguments and the job, then the items. It writes each answer as a line of JSON to the file
@@ -21,7 +21,8 @@ from typing import Any, TextIO
 
 from pydantic import TypeAdapter
 
-from vllm_mtpc.engine.process import engine_environment, failure, group
+from benchmarks.child_process import failure, group
+from vllm_mtpc.engine.process import engine_environment
 
 
 class Child:
@@ -58,7 +59,7 @@ def started(
     """Start a child process, which ends with the context; its engine may still be starting.
 
     Args:
-        job: function of this package.
+        job: function of a module.
         engine: keyword arguments of `vllm.LLM`.
         log: file of the process's output.
         given: keyword arguments of the job.
@@ -74,7 +75,7 @@ def started(
         lines.writelines(map(_line, (what, *(items or ()))))
         lines.seek(0)
         stdin = subprocess.PIPE if items is None else lines
-        command = [sys.executable, "-m", "vllm_mtpc.engine.child", str(writing)]
+        command = [sys.executable, "-m", "benchmarks.engine_child", str(writing)]
         with group(command, log, variables, pass_fds=[writing], stdin=stdin) as process:
             os.close(writing)
             child = Child(process, answers, log)
