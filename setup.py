@@ -138,7 +138,6 @@ setup(
         "fsspec>=2024.6",
         "huggingface-hub>=0.34",
         "numpy>=1.26",
-        "omegaconf>=2.3",
         "packaging>=23",
         "prometheus-client>=0.18",
         "pyyaml>=6",

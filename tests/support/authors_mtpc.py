@@ -17,7 +17,7 @@ from torch import Tensor
 LEAF = "mt_head._categorical_log_probs_heads.0.head.proj"
 SUM = "mt_head._sum_weights_heads.{}.head.proj"
 SCOPE = "circuit._circuit._nodes.0._scope_idx"
-WIRING = "circuit._circuit._address_book._in_fold_idx_{}_0"
+BIAS = "mt_head._sum_weights_heads.{}.head.bias"
 # Folds, outputs and inputs of the sum heads, by kind and window.
 SUMS = {
     ("cp", 3): ["1 1 r"],
@@ -28,14 +28,6 @@ SUMS = {
     ("btree", 2): ["1 1 r"],
     ("btree", 4): ["2 r r", "1 1 r"],
     ("btree", 8): ["4 r r", "2 r r", "1 1 r"],
-}
-# Folds that the layers of compiled circuits read, by layer (libcirkit 0.3.1).
-READS = {
-    ("hmm", 2): {1: [[0]], 2: [[0, 2]]},
-    ("hmm", 3): {1: [[0]], 2: [[0, 2]], 4: [[0, 3]]},
-    ("hmm", 4): {1: [[0]], 2: [[0, 2]], 4: [[0, 3]], 6: [[0, 4]]},
-    ("btree", 4): {1: [[0, 1], [2, 3]]},
-    ("btree", 8): {1: [[0, 1], [2, 3], [4, 5], [6, 7]], 3: [[0, 1], [2, 3]]},
 }
 CONFIG = """\
 name: mtp-${{circuit.name}}
@@ -95,10 +87,10 @@ def shapes(kind: str, n: int, r: int) -> list[list[int]]:
 
 
 def state_dict(
-    kind: str, n: int, r: int, vocab_size: int, hidden_size: int, seed: int = 0, bias: str | None = None
+    kind: str, n: int, r: int, vocab_size: int, hidden_size: int, has_bias: bool = False
 ) -> dict[str, Tensor | None]:
-    """A `model_state_dict`; `bias` is the name of the HMM's biases with {} for the number of the sum head."""
-    generator = torch.Generator().manual_seed(seed)
+    """A `model_state_dict`, of an HMM with biases or without."""
+    generator = torch.Generator().manual_seed(0)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=generator)
@@ -110,15 +102,14 @@ def state_dict(
         "lm._lm.lm_head.weight": None,
         "circuit._autoregressive_mar_mask": torch.ones(n, n, dtype=torch.bool),
         "circuit._univariate_mar_mask": torch.ones(n, n, dtype=torch.bool),
+        "circuit._circuit._address_book._in_fold_idx_1_0": torch.zeros(1, 1, dtype=torch.long),
         SCOPE: torch.arange(n)[:, None] if kind != "hmm" else torch.arange(n).flip(0)[:, None],
         LEAF: normal(n, r, vocab_size, hidden_size),
     }
     for k, shape in enumerate(shapes(kind, n, r) if r > 1 or kind != "cp" else []):
         state[SUM.format(k)] = normal(*shape, hidden_size)
-        if bias is not None and k < n - 1:
-            state[bias.format(k)] = normal(*shape) + 3 * torch.eye(r)
-    for layer, folds in READS.get((kind, n), {}).items():
-        state[WIRING.format(layer)] = torch.tensor(folds)
+        if has_bias and k < n - 1:
+            state[BIAS.format(k)] = normal(*shape) + 3 * torch.eye(r)
     return state
 
 
@@ -136,7 +127,7 @@ def save(
     return folder / "model@900.pt"
 
 
-def distribution(state: dict, kind: str, hidden: Tensor, bias: str | None = None) -> np.ndarray:
+def distribution(state: dict, kind: str, hidden: Tensor) -> np.ndarray:
     """log p of every x_1 .. x_n (in the order of itertools.product) at hidden[D], [V ** n]."""
     h = hidden.double().numpy()
     proj = state[LEAF].double().numpy()
@@ -147,9 +138,8 @@ def distribution(state: dict, kind: str, hidden: Tensor, bias: str | None = None
     sums = []
     while (name := SUM.format(len(sums))) in state:
         logits = state[name].double().numpy() @ h
-        added = None if bias is None else state.get(bias.format(len(sums)))
-        if added is not None and added.numel() == logits.size:
-            logits = logits + added.double().numpy().reshape(logits.shape)
+        if (bias := state.get(BIAS.format(len(sums)))) is not None:
+            logits = logits + bias.double().numpy()
         sums.append(softmax(logits, axis=-1))
     tokens = np.array(list(product(range(vocab_size), repeat=n)))
     total = np.zeros(len(tokens))

@@ -19,8 +19,7 @@ from vllm_mtpc.flags import add_flags, typed
 if TYPE_CHECKING:
     import argparse
 
-# The options of all kinds; the others are of PTP checkpoints, which do not record them.
-COMMON = {"ckpt", "target", "out", "temperature", "top_k", "top_p"}
+PTP_ONLY = {"variant", "window", "lora_alpha"}  # options that other checkpoints record themselves
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +62,7 @@ def convert(options: ConvertOptions) -> str:
             f"{path}: has {' and '.join(map(repr, kinds)) or 'no state_dict'}; allowed: one of 'state_dict' "
             "(PTP, Lightning) and 'model_state_dict' (MtPC); name a checkpoint of their authors' code"
         )
-    if foreign := sorted(options.model_fields_set - COMMON):
+    if foreign := sorted(options.model_fields_set & PTP_ONLY):
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in foreign)
         raise CheckpointError(f"{options.ckpt}: {flags}: for PTP checkpoints only; remove it")
     return convert_drafter(options, label) if content is None else convert_mtpc(options, content, label)

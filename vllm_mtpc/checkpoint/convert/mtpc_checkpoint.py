@@ -5,12 +5,12 @@ weight of the target, and a `config.yaml` next to it. Tensors, n tokens, r compo
 
     mt_head._categorical_log_probs_heads.0.head.proj    [n, r, V, D]      leaves by fold
     mt_head._sum_weights_heads.K.head.proj              [F, out, in, D]   K = 0, 1, ... from the leaves to the root
+    mt_head._sum_weights_heads.K.head.bias              [1, r, r]         of an HMM's sums below the root, all or none
     circuit._circuit._nodes.0._scope_idx                [n, 1]            token position of each fold of the leaves
-    circuit._circuit._address_book._in_fold_idx_L_0     [F, inputs]       folds that layer L reads
 
 A head here has leaves by position, sums from the leaves to the root, and those of an HMM by position. The distribution
 does not change: logits are the same linear maps of the same hidden state, normalised over the same dimension. Unknown
-tensors, keys and wirings are errors.
+tensors and keys are errors. The circuit must go from left to right, as the authors' do.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from vllm_mtpc.checkpoint.convert.mtpc_settings import Settings
-from vllm_mtpc.checkpoint.convert.mtpc_tensors import order_sums, read_positions, sort_tensors
 from vllm_mtpc.checkpoint.convert.source import (
     SETTINGS_FILE,
     ConvertOptions,
@@ -34,23 +32,33 @@ from vllm_mtpc.checkpoint.convert.source import (
     target_config,
     to_peft_names,
 )
-from vllm_mtpc.checkpoint.load import check_adapter_shapes, module_names, shapes_of
+from vllm_mtpc.checkpoint.load import check_adapter_shapes, check_shapes, check_values, module_names, shapes_of
 from vllm_mtpc.checkpoint.locate import verifier_name
 from vllm_mtpc.checkpoint.metadata import converted_card
 from vllm_mtpc.checkpoint.save import save_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
-from vllm_mtpc.errors import CheckpointError, printable
+from vllm_mtpc.errors import CheckpointError, one_line, printable
+from vllm_mtpc.files import check_lengths, read_yaml
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.adapters import ALLOWED_LAYERS, Adapters
 
+LEAF = "mt_head._categorical_log_probs_heads.0.head.proj"
+SUM, BIAS = "mt_head._sum_weights_heads.{}.head.proj", "mt_head._sum_weights_heads.{}.head.bias"
+SCOPE = "circuit._circuit._nodes.0._scope_idx"
+# Of training, or constants of the circuit.
+_UNUSED = re.compile(r"_exp_gamma_weights|circuit\._(\w+_mar_mask|circuit\._address_book\._in_fold_idx_\d+_0)")
+_WRAPPERS = re.compile(r"(?:module\.|_orig_mod\.)*")  # prefixes of DDP and torch.compile
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
+_REFERENCE = re.compile(r"\$\{([\w.-]+)\}")
+MAX_REFERENCES = 8  # from one to the next
+Model = TypeVar("Model", bound=BaseModel)
 
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class _CircuitSettings(_Section):
+class CircuitSettings(_Section):
     """circuit.model. Other kinds (random-btree) have no order of positions."""
 
     target_: Any = Field(None, alias="_target_")
@@ -58,18 +66,24 @@ class _CircuitSettings(_Section):
     n_token: int = Field(ge=1)
     n_component: int = Field(ge=1)
     n_repetition: int = Field(1, ge=1, le=1)
-    vocab_size: int | None = Field(None, ge=1)
+    vocab_size: Any = None
+
+    @property
+    def name(self) -> str:
+        """The circuit's name here."""
+        is_ff = self.kind == "fully-factorized" or (self.kind == "cp" and self.n_component == 1)
+        return "ff" if is_ff else self.kind
 
 
-class _HeadSettings(_Section):
-    """mt_head.hyperparameters. Keys of type Any are about the start of training, or for other expanders."""
+class HeadSettings(_Section):
+    """mt_head.hyperparameters. Keys of type Any are about the start of training, or decide which tensors there are."""
 
     type: Literal["evabyte"]
     expander_type: Literal["linear"] = "linear"
     transformer_n_layer: int = Field(0, ge=0, le=0)
-    contextual_hmm_weights: bool = True
-    share_sum_weights: bool = False
     init_hmm_identity: bool = False
+    contextual_hmm_weights: Any = None
+    share_sum_weights: Any = None
     expander_hidden_size: Any = None
     expander_n_layer: Any = None
     expander_use_skip: Any = None
@@ -78,7 +92,7 @@ class _HeadSettings(_Section):
     transformer_n_head: Any = None
 
 
-class _AdapterSettings(_Section):
+class AdapterSettings(_Section):
     """adaptor.hyperparameters."""
 
     r: int = Field(ge=1)
@@ -86,6 +100,14 @@ class _AdapterSettings(_Section):
     layers_to_transform: list[int] | None = None
     lora_dropout: Any = None
     target_modules: Any = None
+
+
+class Tensors(NamedTuple):
+    """The tensors of a checkpoint without None, the value of the target's weights."""
+
+    head: dict[str, Tensor]
+    lora: dict[str, Tensor]  # by their names in the language model
+    skipped: list[str]  # names of weights of the target
 
 
 def convert_mtpc(options: ConvertOptions, content: Mapping[str, Any], label: str) -> str:
@@ -105,31 +127,22 @@ def convert_mtpc(options: ConvertOptions, content: Mapping[str, Any], label: str
     """
     path, target = options.ckpt, target_config(options.target)
     file = path.with_name(SETTINGS_FILE)
-    settings = Settings(file)
-    circuit = settings.section("circuit.model", _CircuitSettings)
-    expander = settings.section("mt_head.hyperparameters", _HeadSettings)
+    if not file.exists():
+        raise CheckpointError(
+            f"{file.parent} has no {file.name}, which describes the checkpoints in it; copy it from their source"
+        )
+    settings = read_yaml(file)
+    circuit = read_section(file, settings, "circuit.model", CircuitSettings)
+    expander = read_section(file, settings, "mt_head.hyperparameters", HeadSettings)
     if circuit is None or expander is None:
         raise CheckpointError(f"{file}: has no circuit.model or no mt_head.hyperparameters; copy it again")
-    for key, wanted, kinds in (
-        ("contextual_hmm_weights", True, ("hmm",)),
-        ("share_sum_weights", False, ("hmm", "btree")),
-    ):
-        if circuit.kind in kinds and getattr(expander, key) is not wanted:
-            raise CheckpointError(f"{file}: {key} = {not wanted}; allowed: {wanted}; convert another head")
-    n, r = circuit.n_token, circuit.n_component
-    is_ff = circuit.kind == "fully-factorized" or (circuit.kind == "cp" and r == 1)
-    name = "ff" if is_ff else circuit.kind
     found = sort_tensors(path, content["model_state_dict"])
-    _check_sizes(path, tuple(found.leaf.shape), (n, r, circuit.vocab_size), target)
-
-    position = read_positions(path, name, n, found.scope)
-    fold = [position.index(k) for k in range(n)]
-    needs_bias = name == "hmm" and r > 1 and expander.init_hmm_identity
-    sums, biases = order_sums(path, name, fold, r, found, needs_bias)
-    tensors = {"leaf_weight": found.leaf if fold == list(range(n)) else found.leaf[fold], **sums}
-    adapters = _read_adapters(path, found.lora, settings, target)
+    tensors, position = order_tensors(path, circuit, expander, found.head, target)
+    adapter_settings = read_section(file, settings, "adaptor.hyperparameters", AdapterSettings)
+    adapters = _read_adapters(path, found.lora, adapter_settings, target)
+    n, r = circuit.n_token, circuit.n_component
     config = HeadConfig.create(
-        circuit=name,
+        circuit=circuit.name,
         window=n,
         num_components=r,
         target=target,
@@ -143,43 +156,137 @@ def convert_mtpc(options: ConvertOptions, content: Mapping[str, Any], label: str
     if found.skipped:
         names = printable(", ".join(found.skipped), 300)
         print(f"warning: {path}: weights of the target are left out: {names}", file=sys.stderr)
-    record = {"from": label, "trained_on": settings.value("lm.model.from_huggingface"), "fold_order": position}
-    record |= {"global_step": step} if isinstance(step := content.get("global_step"), int) else {}
-    record |= {"inner_bias": biases} if biases else {}
-    card = converted_card(config, f"MtPC head: {name}, n={n}, r={r}", label)
-    dtype = narrowest_dtype(tensors.values())
-    save_head(options.out, config, head, {"converted": record}, card, dtype, adapters)
+    trained_on = resolve(settings, "${lm.model.from_huggingface}")
+    record: dict[str, Any] = {"from": label, "trained_on": printable(str(trained_on), 300), "fold_order": position}
+    if isinstance(step := content.get("global_step"), int):
+        record["global_step"] = step
+    card = converted_card(config, f"MtPC head: {config.circuit}, n={n}, r={r}", label)
+    save_head(options.out, config, head, {"converted": record}, card, narrowest_dtype(tensors.values()), adapters)
     lora = f", {config.lora_layers} draft layers" if config.lora_layers else ""
-    return f"{name}, window {n}, {r} components{lora}"
+    return f"{config.circuit}, window {n}, {r} components{lora}"
 
 
-def _check_sizes(
-    path: Path, leaf: tuple[int, ...], stated: tuple[int, int, int | None], target: Mapping[str, Any]
-) -> None:
-    """Raise CheckpointError unless leaves of this shape are those of config.yaml and of the target."""
-    if leaf[:2] != stated[:2] or stated[2] not in (None, leaf[2]):
+def resolve(settings: Mapping[str, Any], value: Any) -> Any:
+    """Return `value`, or the value at the place of `settings` that it names (`${a.b.c}`), None if there is none.
+
+    Other interpolations of OmegaConf remain text, which no number is read from.
+    """
+    for _ in range(MAX_REFERENCES):
+        if not isinstance(value, str) or (match := _REFERENCE.fullmatch(value)) is None:
+            return value
+        value = settings
+        for key in match[1].split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+    return None
+
+
+def read_section(file: Path, settings: Mapping[str, Any], path: str, model: type[Model]) -> Model | None:
+    """Return the mapping at `path` without nulls as `model`, None if there is none; raises CheckpointError."""
+    node = resolve(settings, f"${{{path}}}")
+    if node is None:
+        return None
+    if isinstance(node, dict):
+        values = {str(key): resolve(settings, value) for key, value in node.items()}
+        node = {key: value for key, value in values.items() if value is not None}
+    try:
+        return model.model_validate(node)
+    except ValidationError as error:
+        raise CheckpointError(f"{file}: {path}: {one_line(error, model)}; convert another head") from None
+
+
+def sort_tensors(path: Path, state: Any) -> Tensors:
+    """Sort a `model_state_dict` by names, without wrappers' prefixes; raises CheckpointError for what is no tensor."""
+    if not isinstance(state, dict):
         raise CheckpointError(
-            f"{path}: leaves are {leaf} (n, r, V, D), but {SETTINGS_FILE} has n, r, V = {stated}; keep a checkpoint "
-            f"and its own {SETTINGS_FILE} together"
+            f"{path}: its 'model_state_dict' is not a dict; name a checkpoint of MtPC's code (model@STEP.pt)"
         )
-    if leaf[2:] != (sizes := (target.get("vocab_size"), target.get("hidden_size"))):
+    named = {_WRAPPERS.sub("", str(name), count=1): value for name, value in state.items() if value is not None}
+    check_lengths(path, named)
+    found = Tensors({}, {}, [])
+    for name, value in named.items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(f"{path}: {name} is a {type(value).__name__}, not a tensor; convert another head")
+        if name.startswith("lm.") and ("lora_" in name or "modules_to_save" in name):
+            found.lora[name.removeprefix("lm.")] = value
+        elif name.startswith("lm."):
+            found.skipped.append(name)
+        elif not _UNUSED.fullmatch(name):
+            found.head[name] = value
+    return found
+
+
+def order_tensors(
+    path: Path,
+    circuit: CircuitSettings,
+    expander: HeadSettings,
+    given: Mapping[str, Tensor],
+    target: Mapping[str, Any],
+) -> tuple[dict[str, Tensor], list[int]]:
+    """Order the tensors of a checkpoint as a head here has them.
+
+    Args:
+        path: Named in errors.
+        circuit: Of config.yaml.
+        expander: Of config.yaml.
+        given: By the checkpoint's names.
+        target: The config of the target.
+
+    Returns:
+        leaf_weight [n, r, V, D], root_weight [r, D], inner_weight [F, r, r, D] and inner_bias [F, r, r], as far as the
+        circuit has them; and the token position of each fold of the leaves.
+
+    Raises:
+        CheckpointError: The tensors are of another circuit or target, or not known.
+    """
+    n, r, width = circuit.n_token, circuit.n_component, target["hidden_size"]
+    sums, is_hmm = _sum_shapes(path, circuit.name, n, r), circuit.name == "hmm"
+    order = range(len(sums) - 1)[::-1] if is_hmm else range(len(sums) - 1)  # the sums below the root
+    has_bias = is_hmm and (expander.init_hmm_identity or not given.keys().isdisjoint(map(BIAS.format, order)))
+    if circuit.name == "ff":  # a softmax over one input is 1
+        given = {name: value for name, value in given.items() if name != SUM.format(0)}
+    expected = {LEAF: (n, r, target["vocab_size"], width), SCOPE: (n, 1)}
+    expected |= {SUM.format(k): (*shape, width) for k, shape in enumerate(sums)}
+    expected |= {BIAS.format(k): sums[k] for k in order if has_bias}
+    check_shapes(path, shapes_of(given), expected, f"{SETTINGS_FILE} and the target")
+    position = given[SCOPE].flatten().tolist()
+    if sorted(position) != list(range(n)):
+        raise CheckpointError(f"{path}: _scope_idx = {position}; allowed: each of 0 to {n - 1} once; copy it again")
+    values = {name: check_values(path, name, value) for name, value in given.items() if name != SCOPE}
+    tensors = {"leaf_weight": values[LEAF][[position.index(k) for k in range(n)]]}
+    if sums:
+        tensors["root_weight"] = values[SUM.format(len(sums) - 1)][0, 0]
+    if order:
+        weight = tensors["inner_weight"] = torch.cat([values[SUM.format(k)] for k in order])
+        biases = [values[BIAS.format(k)] for k in order if has_bias]
+        tensors["inner_bias"] = torch.cat(biases) if biases else weight.new_zeros(weight.shape[:3])
+    return tensors, position
+
+
+def _sum_shapes(path: Path, circuit: str, n: int, r: int) -> list[tuple[int, int, int]]:
+    """Return folds, outputs and inputs of a circuit's sums, from the leaves to the root."""
+    root = (1, 1, r)
+    if circuit in ("ff", "cp"):
+        return [root] if circuit == "cp" else []
+    if circuit == "hmm":  # the deepest one leads to the last token
+        return [(1, r, r)] * (n - 1) + [root]
+    if n & (n - 1):
         raise CheckpointError(
-            f"{path}: leaves of V, D = {leaf[2]}, {leaf[3]}; the target has {sizes[0]}, {sizes[1]}; name the target it "
-            "was trained on"
+            f"{path}: btree over {n} tokens; allowed: 2, 4, 8, ... tokens, because the file does not name the regions "
+            "of its folds; train such a head here"
         )
+    return [(n >> height, r, r) for height in range(1, n.bit_length() - 1)] + [root]
 
 
 def _read_adapters(
-    path: Path, lora: Mapping[str, Tensor], settings: Settings, target: Mapping[str, Any]
+    path: Path, lora: Mapping[str, Tensor], given: AdapterSettings | None, target: Mapping[str, Any]
 ) -> Adapters | None:
     """Return the adapters of a checkpoint; raises CheckpointError if they are not of the target's last layers."""
-    given = settings.section("adaptor.hyperparameters", _AdapterSettings)
     if given is None and not lora:
         return None
     if given is None or not lora:
         raise CheckpointError(
-            f"{path}: has {len(lora)} adapter tensors, but config.yaml has adaptor.hyperparameters = {given}; keep the "
-            "checkpoint and its own config.yaml together"
+            f"{path}: has {len(lora)} adapter tensors, but {SETTINGS_FILE} has adaptor.hyperparameters = {given}; keep "
+            f"a checkpoint and its own {SETTINGS_FILE} together"
         )
     tensors = to_peft_names(path, lora)
     layers = sorted({int(match[1]) for match in map(_LAYER.search, tensors) if match})
@@ -188,7 +295,7 @@ def _read_adapters(
     is_last = len(layers) in ALLOWED_LAYERS and layers == list(range(end - len(layers), end))
     if not is_last or stated not in (None, layers):
         raise CheckpointError(
-            f"{path}: adapters on layers {layers} of {total}, config.yaml has {stated}; allowed: the last "
+            f"{path}: adapters on layers {layers} of {total}, {SETTINGS_FILE} has {stated}; allowed: the last "
             f"{', '.join(map(str, ALLOWED_LAYERS))} layers of the target, and the same in both; name the target it was "
             "trained on"
         )

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 SETTINGS_FILE = "config.yaml"  # next to an MtPC checkpoint
 MASK_FILE = "mask_embedding.pt"  # next to a drafter whose mask was trained separately
+DRAFTER_FILES = (CONFIG_FILE, "*.safetensors", "*.safetensors.index.json", MASK_FILE)
 _ADAPTER = re.compile(r"base_model\.model\..*\.lora_[AB](?=(\.default)?\.weight$)")
 _STEP_FILE = re.compile(r"model@(\d+)\.pt")
 
@@ -44,12 +45,8 @@ class ConvertOptions(BaseModel):
     top_k: int = Field(0, ge=0, description="top-k of that text; 0: off")
     top_p: float = Field(1.0, gt=0, le=1, description="top-p of that text; 1: off")
     variant: Literal["o-ptp", "c-ptp"] = Field("o-ptp", description="PTP: variant of the rows")
-    window: int | None = Field(
-        None, ge=2, description="PTP: n, auxiliary rows (default: as in the histogram, or 16, as the authors train)"
-    )
-    u_embedding: str | None = Field(None, description="PTP: name of the u-embedding, if its tensors fit several")
+    window: int = Field(16, ge=2, description="PTP: n, auxiliary rows, as many as it was trained with")
     lora_alpha: float = Field(8.0, gt=0, description="PTP: of the adapters (PEFT's default, which the authors use)")
-    histogram: Path | None = Field(None, description="PTP: correct_count_hist.pt, shares of 0, 1, ... correct tokens")
 
     @property
     def trained_sampling(self) -> dict[str, Any]:
@@ -71,20 +68,43 @@ def find_checkpoint(ckpt: Path) -> tuple[Path, str]:
     if ckpt.is_dir():
         name = _last_step(str(ckpt), os.listdir(ckpt))
         return (ckpt / name, name) if name else (ckpt, ckpt.resolve().name)
-    if HUB_NAME.fullmatch(str(ckpt)) and ckpt.suffix not in PICKLE_SUFFIXES:
-        return _download(str(ckpt))
-    raise CheckpointError(
-        f"{ckpt} is not a file; name a Lightning checkpoint (.ckpt), a model@STEP.pt or its folder, a drafter's folder "
-        "or a hub repository"
-    )
+    if not HUB_NAME.fullmatch(str(ckpt)) or ckpt.suffix in PICKLE_SUFFIXES:
+        raise CheckpointError(
+            f"{ckpt} is not a file; name a Lightning checkpoint (.ckpt), a model@STEP.pt or its folder, a drafter's "
+            "folder or a hub repository"
+        )
+    repo = str(ckpt)
+    try:
+        from huggingface_hub import HfApi, snapshot_download
+
+        info = HfApi().model_info(repo)
+        name = _last_step(repo, [sibling.rfilename for sibling in info.siblings or []])
+        wanted = [name, SETTINGS_FILE] if name else list(DRAFTER_FILES)
+        folder = Path(snapshot_download(repo, revision=info.sha, allow_patterns=wanted))
+    except CheckpointError:
+        raise
+    except Exception as error:  # the hub client raises many types
+        raise CheckpointError(
+            f"{repo}: not a local file or folder, and cannot be downloaded ({first_line(error)}); correct the name, or "
+            "download its files into one folder and name that"
+        ) from None
+    return (folder / name, f"{repo}@{info.sha}/{name}") if name else (folder, f"{repo}@{info.sha}")
+
+
+def _last_step(place: str, names: Iterable[str]) -> str | None:
+    """Return the file of the last step, None for a drafter's files."""
+    steps = {int(match[1]): name for name in names if (match := _STEP_FILE.fullmatch(name))}
+    if not steps and CONFIG_FILE not in names:
+        raise CheckpointError(
+            f"{place}: has no model@STEP.pt and no {CONFIG_FILE}; name a checkpoint's file, folder or repository"
+        )
+    return steps[max(steps)] if steps else None
 
 
 def load_tensors(path: Path) -> Any:
     """Load a file of `torch.save` that holds tensors and plain values only, memory-mapped; raises CheckpointError."""
     import torch
 
-    if not path.is_file():
-        raise CheckpointError(f"{path} is not a file; name a Lightning checkpoint (.ckpt) or histogram (.pt)")
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises many types
@@ -114,16 +134,16 @@ def target_config(name: str) -> dict[str, Any]:
     try:  # trust_remote_code=False: a model with its own code is an error, not a question on the terminal
         return AutoConfig.from_pretrained(name, trust_remote_code=False).get_text_config().to_dict()
     except (OSError, ValueError, KeyError) as error:  # transformers raises all of these on bad input
-        values, reason = {}, first_line(error)
+        reason = first_line(error)
     with contextlib.suppress(OSError, ValueError):
         values, _ = PretrainedConfig.get_config_dict(name)
-    values = values.get("text_config", values)
-    if not {"vocab_size", "hidden_size"} <= values.keys():
-        raise CheckpointError(
-            f"target {name}: no config that transformers can read ({reason}); name the folder or hub repository of the "
-            "model the checkpoint was trained on"
-        )
-    return values
+        values = values.get("text_config", values)
+        if {"vocab_size", "hidden_size"} <= values.keys():
+            return values
+    raise CheckpointError(
+        f"target {name}: no config that transformers can read ({reason}); name the folder or hub repository of the "
+        "model the checkpoint was trained on"
+    )
 
 
 def narrowest_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
@@ -132,34 +152,3 @@ def narrowest_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
 
     dtype = functools.reduce(torch.promote_types, {tensor.dtype for tensor in tensors})
     return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float32
-
-
-def _last_step(place: str, names: Iterable[str]) -> str | None:
-    """Return the file of the last step, None for a drafter's files."""
-    steps = {int(match[1]): name for name in names if (match := _STEP_FILE.fullmatch(name))}
-    if not steps and CONFIG_FILE not in names:
-        raise CheckpointError(
-            f"{place}: has no model@STEP.pt and no {CONFIG_FILE}; name a checkpoint's file, folder or repository"
-        )
-    return steps[max(steps)] if steps else None
-
-
-def _download(repo: str) -> tuple[Path, str]:
-    try:
-        from huggingface_hub import HfApi, hf_hub_download, snapshot_download
-
-        info = HfApi().model_info(repo)
-        name = _last_step(repo, [sibling.rfilename for sibling in info.siblings or []])
-        if name is None:
-            patterns = [CONFIG_FILE, "*.safetensors", "*.safetensors.index.json", MASK_FILE]
-            folder = snapshot_download(repo, revision=info.sha, allow_patterns=patterns)
-            return Path(folder), f"{repo}@{info.sha}"
-        hf_hub_download(repo, SETTINGS_FILE, revision=info.sha)
-        return Path(hf_hub_download(repo, name, revision=info.sha)), f"{repo}@{info.sha}/{name}"
-    except CheckpointError:
-        raise
-    except Exception as error:  # the hub client raises many types
-        raise CheckpointError(
-            f"{repo}: not a local file or folder, and cannot be downloaded ({first_line(error)}); correct the name, or "
-            "download its files into one folder and name that"
-        ) from None
