@@ -77,10 +77,12 @@ def tests(programme: Programme) -> list[Part]:
         how = {**folders, "dtype": dtype, "temperature": 0, **sizes}
         return bench_serve(programme, name, seconds, environment=environment, **how)
 
-    distribution = "tests/e2e/test_distribution.py"
+    first, every = (
+        f"tests/e2e/test_distribution.py::test_distribution_of_{what}_tokens" for what in ("the_first", "all")
+    )
     parts = [
         tested("kernels", 240, "tests/kernels", "tests/heads/test_draft_params.py", "-m", "not slow"),
-        tested("distribution", 150, f"{distribution}::test_distribution_of_the_first_tokens", "-k", "not V1"),
+        tested("distribution", 150, first, "-k", "not V1"),
         only_a_gpus(),
         identity("identity-float32", programme.size(["ff", "cp", "hmm", "btree"], ["btree"]), 300, "float32", **ieee),
         identity("identity-bfloat16", ["btree"], 200, "bfloat16", VLLM_BATCH_INVARIANT="1"),
@@ -89,17 +91,17 @@ def tests(programme: Programme) -> list[Part]:
         tested("grammar", 400, "tests/e2e/test_grammar.py", "-k", "v2"),  # 10,000 answers among them
         tested("grammar-distribution", 200, "tests/e2e/test_grammar_distribution.py", "-k", "v2"),
         tested("seeds", 240, "tests/e2e/test_seeds.py", "-k", "v2"),
-        tested("backbone", 240, "tests/e2e/test_backbone.py", "-m", "not slow"),
+        tested("states", 240, "tests/e2e/test_states.py", "-m", "not slow"),
         tested("swap", 120, "tests/e2e/test_swap.py", "-k", "equal_shape"),
         tested("ptp", 420, "tests/e2e/test_ptp.py"),
         tested(
             "ptp-distribution",
             180,
-            f"{distribution}::test_distribution[o-ptp]",
-            f"{distribution}::test_distribution[fault: o-ptp, u squared]",
+            f"{every}[o-ptp]",
+            f"{every}[fault: o-ptp, u squared]",
         ),
-        tested("distribution-13-kinds", 480, f"{distribution}::test_distribution[13 kinds, btree, bad]"),
-        tested("distribution-faults", 300, f"{distribution}::test_distribution", "-k", "fault and not V1 and not ptp"),
+        tested("distribution-13-kinds", 480, f"{every}[13 kinds, btree, bad]"),
+        tested("distribution-faults", 300, every, "-k", "fault and not V1 and not ptp"),
     ]
     # A CPU has no batch-invariant mode, and PTP heads are interpreted there, for minutes
     left_out = programme.size((), ("identity-bfloat16", "identity-ptp"))

@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.gpu import programme, stages
 from benchmarks.gpu.programme import Part, Programme
+from tests.support.distribution_cases import CASES
 from vllm_mtpc.engine import provenance
 
 ROOT = Path(__file__).parents[2]
@@ -87,6 +88,19 @@ def test_part_that_skips_every_test_has_failed(folder: Path, monkeypatch: pytest
     assert ran(monkeypatch, [Part("tests", 1.0, command, proof=stages.PASSED)]) == 0
     on_gpu = [part for part in stages.tests(Programme(is_toy=False)) if "pytest" in part.command]
     assert on_gpu and all(part.proof == stages.PASSED for part in on_gpu)
+
+
+def test_selected_tests_exist() -> None:
+    words = {
+        word for part in stages.tests(Programme(is_toy=False)) for word in part.command if word.startswith("tests/")
+    }
+    assert len(words) > 10
+    for word in words:
+        file, _, name = word.partition("::")
+        function, _, case = name.partition("[")
+        assert (ROOT / file).exists(), word
+        assert not function or f"def {function}(" in (ROOT / file).read_text(encoding="utf-8"), word
+        assert not case or case.removesuffix("]") in CASES, word
 
 
 def test_stopped_stage_resumes_at_the_stopped_part(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

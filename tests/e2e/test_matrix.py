@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.engine import Call, Engine, run_with_plain
-from tests.support.requests import ACCEPTED, ALL_DRAFTS, EOS, METHODS, ON, SCHEMA, same_logprobs
-from vllm_mtpc import demo
+from tests.support.engine import DEMO, Call, Reply, build, run_with_plain
+from tests.support.requests import ALL_DRAFTS, EOS, HEADS, ON, SCHEMA, SPEC, same_logprobs
 
 PROMPT = list(b'def read(path):\n    """Return the text of a file."""\n    with open')
 WORD = [*range(ord("a"), ord("z") + 1), ord(" ")]
@@ -55,27 +54,21 @@ COLUMNS = [
 ]
 
 
-def engine(options: dict[str, Any] | None) -> Engine:
-    rows = [{"temperature": 0.0, "max_tokens": 20, **row} for _, row in ROWS.values()]
-    ending = {"temperature": 0.0, "max_tokens": 8, "allowed_token_ids": [EOS]}
-    calls = [Call([PROMPT] * len(rows), rows), Call([PROMPT] * 2, [{**ending, "ignore_eos": True}, ending])]
-    arguments: dict[str, Any] = {
-        "max_model_len": 160,
-        "max_num_seqs": 25,
-        "enable_prefix_caching": True,
-        # or this small a model fills its answer with blanks
-        "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
-    }
-    if options:
-        every = ALL_DRAFTS if options["method"] == "mtpc" else {}
-        arguments["speculative_config"] = {**options, **every, "model": str(demo.path(options["model"]))}
-    return Engine(str(demo.path("target")), calls, arguments)
-
-
 @pytest.fixture(scope="module")
 def outputs() -> Any:
     """Replies of the head and of plain vLLM by runner and method, made on first use."""
-    return cache(lambda runner, method: run_with_plain(engine(METHODS[runner][method]), engine(None), runner))
+    rows = [{"temperature": 0.0, "max_tokens": 20, **row} for _, row in ROWS.values()]
+    ending = {"temperature": 0.0, "max_tokens": 8, "allowed_token_ids": [EOS]}
+    calls = [Call([PROMPT] * len(rows), rows), Call([PROMPT] * 2, [{**ending, "ignore_eos": True}, ending])]
+    arguments: dict[str, Any] = {"max_model_len": 160, "max_num_seqs": 25, "enable_prefix_caching": True}
+    # or this small a model fills its answer with blanks
+    arguments["structured_outputs_config"] = {"backend": "xgrammar", "disable_any_whitespace": True}
+
+    def of(runner: str, method: str) -> tuple[list[Reply], list[Reply]]:
+        spec = SPEC[method] | (ALL_DRAFTS if method == "mtpc" else {})
+        return run_with_plain(build(DEMO, HEADS[method], calls, spec=spec, **arguments), runner)
+
+    return cache(of)
 
 
 @pytest.mark.parametrize(("runner", "method"), COLUMNS)
@@ -106,7 +99,7 @@ def test_every_option_changes_the_text_and_drafts_are_accepted(outputs: Any, run
     texts = dict(zip(ROWS, (texts[0] for texts in plain.texts), strict=True))
     same = {"temperature", "top-k", "top-p", "n", "logprobs", "prompt logprobs"}
     assert {row for row, text in texts.items() if text == texts["temperature"]} == same
-    assert ours.metrics[ACCEPTED] > 20
+    assert ours.accepted > 20
 
 
 @pytest.mark.feature("ignore_eos, end of text", "exact")

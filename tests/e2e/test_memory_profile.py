@@ -13,25 +13,21 @@ from typing import Any
 import pytest
 
 from tests.support import backbones
-from tests.support.engine import Engine, Reply, run
+from tests.support.engine import Engine, Reply, ask, build, run
 from tests.support.models import make_head, make_ptp_head, make_target, random_layers
-from tests.support.pieces import PROMPTS, SMALL, VOCAB, ask
-from tests.support.requests import ACCEPTED
+from tests.support.pieces import PROMPTS, SMALL, VOCAB
 from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads import build_head
 
-CALLS = [ask(PROMPTS, 6)]
-SEQUENCES = SMALL["max_num_seqs"]
-FULL = {"num_speculative_tokens_per_batch_size": "off"}
-HEADS: dict[str, dict[str, Any]] = {  # by name: its folder's, and options
-    "linear": {"method": "mtpc", **FULL},
-    "draft layers": {"method": "mtpc", **FULL},
-    "backbone": {"method": "mtpc", **FULL},
-    "o-ptp": {"method": "ptp", **FULL},
+SPEC: dict[str, dict[str, Any]] = {  # by head
+    "linear": {},
+    "draft layers": {},
+    "backbone": {},
+    "o-ptp": {"method": "ptp"},
     "o-ptp merged": {"method": "ptp", "draft_pass": "merged", "max_aux_rows": 64},
 }
-HAVE_GRAPHS = HEADS.keys() - {"o-ptp merged"}
+HAVE_GRAPHS = SPEC.keys() - {"o-ptp merged"}
 
 
 @pytest.fixture(scope="module")
@@ -51,24 +47,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def engine(folder: Path, name: str = "") -> Engine:
-    arguments: dict[str, Any] = {**SMALL, "kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.01}
-    if name:
-        arguments["speculative_config"] = {**HEADS[name], "model": str(folder / name.removesuffix(" merged"))}
-    return Engine(str(folder / "target"), CALLS, arguments, "measured_as_on_a_gpu")
+def engine(folder: Path, name: str | None = None) -> Engine:
+    spec = {"num_speculative_tokens_per_batch_size": "off", **SPEC.get(name, {})}
+    head, measured = name and name.removesuffix(" merged"), {"kv_cache_memory_bytes": None}
+    arguments = {**SMALL, **measured, "gpu_memory_utilization": 0.01}
+    return build(folder, head, [ask(PROMPTS, 6)], "measured_as_on_a_gpu", spec, **arguments)
 
 
 def replies(folder: Path, runner: str, names: list[str]) -> dict[str, Reply]:
-    engines = {name: engine(folder, name) for name in ["", *names]}
-    shipping = replace(engines[""], model=str(folder / "shipping"))
+    engines = {"plain": engine(folder), **{name: engine(folder, name) for name in names}}
+    shipping = replace(engines["plain"], model=str(folder / "shipping"))
     engines |= {"bundled": shipping, "failing": replace(shipping, injected="first_draft_fails")}
-    found = run(engines, runner, async_scheduling=runner == "v2", MTPC_AUTO="1")
-    return {name: reply[0] for name, reply in found.items()}
+    return {name: reply for name, (reply,) in run(engines, runner, MTPC_AUTO="1").items()}
 
 
 @pytest.fixture(scope="module")
 def on_v2(folder: Path) -> dict[str, Reply]:
-    return replies(folder, "v2", list(HEADS))
+    return replies(folder, "v2", list(SPEC))
 
 
 @pytest.fixture(scope="module")
@@ -76,25 +71,21 @@ def on_v1(folder: Path) -> dict[str, Reply]:
     return replies(folder, "v1", ["linear"])
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_engine_starts_without_a_given_cache_size_on_v2(on_v2: dict[str, Reply], name: str) -> None:
-    assert on_v2[name].tokens == on_v2[""].tokens
-    assert on_v2[name].metrics["vllm:spec_decode_num_drafts"] > 0
-    ((blocks, graphs),) = on_v2[name].recorded
-    assert blocks == SEQUENCES and (graphs > 0) == (name in HAVE_GRAPHS)
-
-
-def test_engine_starts_without_a_given_cache_size_on_v1(on_v1: dict[str, Reply]) -> None:
-    assert on_v1["linear"].tokens == on_v1[""].tokens
-    assert on_v1["linear"].metrics["vllm:spec_decode_num_drafts"] > 0
+@pytest.mark.parametrize(("runner", "name"), [("v1", "linear"), *(("v2", name) for name in SPEC)])
+def test_engine_starts_without_a_given_cache_size(runner: str, name: str, request: pytest.FixtureRequest) -> None:
+    found = request.getfixturevalue(f"on_{runner}")
+    assert found[name].tokens == found["plain"].tokens
+    assert found[name].steps > 0
+    if runner == "v2":
+        ((blocks, graphs),) = found[name].recorded
+        assert blocks == SMALL["max_num_seqs"] and (graphs > 0) == (name in HAVE_GRAPHS)
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_bundled_head_drafts_once_before_the_target_serves(runner: str, request: pytest.FixtureRequest) -> None:
     """A head whose first draft raises is given up at start: the engine answers, and nothing drafts."""
     found = request.getfixturevalue(f"on_{runner}")
-    assert found["failing"].tokens == found["bundled"].tokens == found[""].tokens
-    assert found["bundled"].metrics[ACCEPTED] > 0
-    drafts = found["failing"].metrics.get("vllm:spec_decode_num_drafts", 0)
-    assert drafts <= (len(PROMPTS) if runner == "v2" else 0)  # one step, which asynchronous scheduling has planned
+    assert found["failing"].tokens == found["bundled"].tokens == found["plain"].tokens
+    assert found["bundled"].accepted > 0
+    assert found["failing"].steps <= (len(PROMPTS) if runner == "v2" else 0)  # one step, planned asynchronously
     assert found["failing"].recorded.count("drafted") == 1  # one attempt, before the first request

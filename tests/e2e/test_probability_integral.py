@@ -72,7 +72,7 @@ def test_tokens_follow_the_conditionals_of_the_target_and_wrong_q_is_found(
     assert 1 - 2 * math.exp(-2 * (math.sqrt(TEXTS * LENGTH) * D_FAULT - CRITICAL) ** 2) > MIN_POWER  # 0.9997
 
     found: dict[str | None, float] = {}
-    for name, replies in run(engines, runner).items():
+    for name, replies in run(engines, runner, async_scheduling=False).items():
         assert drafts_per_step(replies[0]) > WINDOW - 1.1, "drafts are not forced"
         found[name] = distance(target, torch.tensor(draws_of(replies[0])))
     print(f"{runner}: D sqrt(N) {found}, at most {CRITICAL:.2f} by chance")

@@ -176,7 +176,7 @@ def recorded(folder) -> dict[str, Reply]:
         },
         **{head: engine(folder, one, head, "record_real_rows") for head in ("idle", "loud")},
     }
-    replies = run(engines, "v2")
+    replies = run(engines, "v2", async_scheduling=False)
     return {name: reply[0] for name, reply in replies.items()}
 
 
@@ -216,7 +216,7 @@ def drafted(folder) -> dict[tuple[str, str], Reply]:
         " ".join(case): engine(folder, call, case[0], "record_drafts", num_speculative_tokens=3, draft_pass=case[1])
         for case in cases
     }
-    replies = run(engines, "v2")
+    replies = run(engines, "v2", async_scheduling=False)
     return {case: replies[" ".join(case)][0] for case in cases}
 
 

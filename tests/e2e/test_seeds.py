@@ -13,8 +13,7 @@ import pytest
 
 from tests.support import forks
 from tests.support.engine import Call, Engine, Reply, run
-from tests.support.features import RUNNERS
-from tests.support.requests import ACCEPTED, CODE
+from tests.support.requests import ACCEPTED, CODE, RUNNERS
 from vllm_mtpc import demo
 
 KEY = "num_speculative_tokens_per_batch_size"
@@ -135,7 +134,7 @@ def tokens_per_step(circuit: str, temperature: float) -> dict[str, float]:
         engines[verify].arguments |= {"max_num_batched_tokens": 512, "num_gpu_blocks_override": 64}
         engines[verify].calls = [Call([list((3 * CODE)[at : at + 60]) for at in range(40)], [sampling] * 40)]
     found = {}
-    for verify, replies in run(engines, "v2").items():
+    for verify, replies in run(engines, "v2", async_scheduling=False).items():
         metrics = replies[0].metrics
         found[verify] = 1 + metrics[ACCEPTED] / metrics["vllm:spec_decode_steps"]
     return found

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.engine import Call, Engine, Reply, run_with_plain
+from tests.support.engine import Call, Reply, ask, build, run_with_plain
 from tests.support.models import make_head, make_ptp_head, make_target
-from tests.support.requests import ACCEPTED, COLUMNS, same_logprobs
+from tests.support.requests import COLUMNS, same_logprobs
 
 PROMPTS = [[3, 9, 4], [20, 21, 22, 23, 24], [7, 7, 1, 12]]
-OPTIONS = {"mtpc": {"method": "mtpc"}, "ptp": {"method": "ptp", "max_aux_rows": 32}}
-DRAFTS, STEPS = "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_drafts"
+OPTIONS = {"mtpc": {}, "ptp": {"method": "ptp", "max_aux_rows": 32}}
 REFUSED = {  # by method: heads that do not fit, and a part of the message
     "mtpc": {
         "short": "has window=3 and its first token is the target's own, so allowed are 1 to 2",
@@ -43,9 +42,8 @@ WITHOUT: dict[str, list[dict[str, Any]]] = {
 
 
 def call(is_drawn: bool, *more: dict[str, Any], swap: tuple[str, ...] = ()) -> Call:
-    how = {"temperature": 1.0, "seed": 5} if is_drawn else {"temperature": 0.0}
-    base = {"max_tokens": 24, "ignore_eos": True, "detokenize": False, **how}
-    return Call(PROMPTS, [{**base, **one} for one in more or [{}] * 3], swap=swap)
+    made = ask(PROMPTS, 24, **({"temperature": 1.0, "seed": 5} if is_drawn else {}))
+    return Call(PROMPTS, [base | one for base, one in zip(made.sampling, more or [{}] * 3, strict=True)], swap=swap)
 
 
 def asking_for(numbers: list[int | None], is_drawn: bool) -> Call:
@@ -74,11 +72,9 @@ def answers(
     folder: Path, runner: str, head: str, ours: list[Call], plain: list[Call], injected: str | None = None
 ) -> tuple[list[Reply], list[Reply]]:
     """Replies of an engine with the head, and of plain vLLM."""
-    spec = {**OPTIONS[head], "model": str(folder / head), "num_speculative_tokens_per_batch_size": "off"}
+    spec = {**OPTIONS[head], "num_speculative_tokens_per_batch_size": "off"}
     spec |= {"min_acceptance": 0.0} if runner == "v1" else {}
-    arguments = {"skip_tokenizer_init": True, "max_model_len": 64}
-    with_head = Engine(str(folder / "target"), ours, {**arguments, "speculative_config": spec}, injected)
-    return run_with_plain(with_head, Engine(str(folder / "target"), plain, arguments), runner)
+    return run_with_plain(build(folder, head, ours, injected, spec), runner, plain)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +98,7 @@ def test_text_does_not_change_when_heads_are_swapped(swapped: Any, runner: str, 
         assert ours[number].tokens == plain[0].tokens, number
     for number in (3, 4, 5):  # PTP's seeded text is its own, whatever is drafted
         assert ours[number].tokens == (ours[3] if head == "ptp" else plain[1]).tokens, number
-    assert ours[-1].metrics[ACCEPTED] > ours[2].metrics[ACCEPTED] > ours[0].metrics[ACCEPTED] > 0
+    assert ours[-1].accepted > ours[2].accepted > ours[0].accepted > 0
 
 
 @pytest.mark.parametrize(("runner", "head"), COLUMNS)
@@ -112,7 +108,7 @@ def test_swapped_head_drafts(swapped: Any, folder: Path, runner: str, head: str)
     assert first == [] and one[0]["head"] == str(folder / f"{head}-other")
     assert len(several) >= 4
     assert {each["head"] for each in several} == {str(folder / head), str(folder / f"{head}-other")}
-    rates = [reply.metrics[ACCEPTED] / reply.metrics[STEPS] for reply in ours[:2]]
+    rates = [reply.accepted / reply.steps for reply in ours[:2]]
     assert rates[0] != rates[1]
 
 
@@ -135,7 +131,7 @@ def test_heads_of_equal_shape_are_swapped_where_graphs_hold_their_addresses(fold
     assert all(reply.tokens == plain.tokens for reply in (first, swapped, in_turns))
     assert swapped.recorded[0]["head"] == same and len(in_turns.recorded) >= 3
     # a head that drafts the least probable tokens: none of its drafts is kept
-    accepted = [reply.metrics[ACCEPTED] for reply in (first, swapped)]
+    accepted = [reply.accepted for reply in (first, swapped)]
     assert accepted[1] - accepted[0] < accepted[0] / 4
     assert "for which memory and CUDA graphs were made; allowed are heads of equal shape" in refused.error
     assert "it has window=5, the served head 4" in refused.error and "\n" not in refused.error
@@ -155,16 +151,16 @@ def test_text_does_not_depend_on_the_number_of_drafts_of_a_request(folder: Path,
     for name, greedy, sampled in zip(NUMBERS, ours[:4], ours[4:8], strict=True):
         assert greedy.tokens == plain[0].tokens, name
         assert sampled.tokens == (plain[1] if drawn else ours[4]).tokens, name
-    made = [reply.metrics[DRAFTS] for reply in ours[:4]]
+    made = [reply.drafted for reply in ours[:4]]
     of = dict(zip(NUMBERS, (now - before for before, now in pairwise([0, *made])), strict=True))
     assert of["none"] == 0 < of["one each"] < 3 * 24  # steps: one token each at least
     assert of["one each"] < of["mixed"] < of["all"]
 
-    before = ours[7].metrics[DRAFTS]
+    before = ours[7].drafted
     for name, mine, theirs in zip([*WITHOUT] * 2, ours[8:-1], plain[2:], strict=False):
         assert mine.tokens == theirs.tokens, name
         for (one,), (other,) in zip(mine.logprobs, theirs.logprobs, strict=True):
             same_logprobs(other or [None] * 3, one or [None] * 3)
-        assert mine.metrics[DRAFTS] > before, "the request next to them has drafts"
-        before = mine.metrics[DRAFTS]
+        assert mine.drafted > before, "the request next to them has drafts"
+        before = mine.drafted
     assert "mtpc_drafts=4; allowed are whole numbers from 0 (no drafts) to 3" in ours[-1].error

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from vllm_mtpc.checkpoint import load_head, save_head
+from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.backbone import BackboneHead
-from vllm_mtpc.kernels.draft import naive
 
 SMALL = {
     "backbone_layers": 2,
@@ -94,19 +93,3 @@ def fit(
         torch.cat([loss.flatten() for loss in losses]).mean().backward()
         optimiser.step()
     save_head(folder, config, head, {"command": "tests"}, "made by a test", torch.float32)
-
-
-class Reference:
-    """The greedy drafts of a head by its definition, of whole texts."""
-
-    def __init__(self, head: Path, target: Path) -> None:
-        self.config, made = load_head(head)
-        self.target = Target(target, self.config.aux_hidden_state_layer_ids)
-        self.head = self.target.lend(made)
-
-    @torch.no_grad()
-    def drafts(self, aux: Tensor, prefix: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-        """States [W, n, D] and drafts [W, n - 1] after prefix[W], of a text whose aux is given."""
-        read = states(self.head, aux, prefix - 1, first)
-        params = self.head.draft_params(read, first, self.config.window - 1)
-        return read, naive.draft(self.head.circuit.program, *params, pick=lambda log_q, k: log_q.argmax(dim=-1))

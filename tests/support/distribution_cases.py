@@ -187,7 +187,7 @@ def measure(folder: Path, target: LlamaForCausalLM, name: str, count: int, lengt
     """
     start, case = time.monotonic(), CASES[name]
     made = engine(folder, target, case, count * case.together, length if case.together == 1 else LENGTH)
-    replies = run({"one": made}, case.runner, timeout=20_000)["one"]
+    replies = run({"one": made}, case.runner, async_scheduling=False, timeout=20_000)["one"]
     draws = draws_by_kind(replies[0], len(case.settings), _at_once(case))
     distributions = [exact_distribution(target, PROMPT, LENGTH, SETTINGS[name]) for name in case.settings]
     if case.together > 1:

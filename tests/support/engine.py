@@ -10,12 +10,14 @@ import gc
 import json
 import os
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from tests.support import forks
 from tests.support.faults import inject
 from tests.support.recorders import RECORDED, TEXTS
+from vllm_mtpc import demo
 
 SMALL = {
     "dtype": "float32",
@@ -29,8 +31,7 @@ if forks.ON_GPU:  # vLLM's own: CUDA graphs, inductor, asynchronous scheduling; 
     del SMALL["enforce_eager"]
     SMALL |= {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 28}
 SMALL |= json.loads(os.environ.get("MTPC_TEST_ENGINE", "{}"))
-
-
+DEMO = demo.path("target").parent
 # Environment of two tensor-parallel ranks on a CPU.
 TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCHDYNAMO_DISABLE": "1"}
 
@@ -62,6 +63,28 @@ class Engine:
     injected: str | None = None
 
 
+def ask(prompts: list[list[int]], max_tokens: int, **sampling: Any) -> Call:
+    """The same request for each prompt: greedy where `sampling` has no temperature, and of `max_tokens` tokens."""
+    return Call(
+        prompts, [{"temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens, **sampling}] * len(prompts)
+    )
+
+
+def build(
+    place: Path, head: str | None, calls: list[Call], injected: str | None = None, spec: Any = None, **arguments: Any
+) -> Engine:
+    """The engine of `place`/target, a tiny one where it has no tokenizer.
+
+    head: the folder `place`/`head`; None: without drafts. spec: `speculative_config` where it is not that of MtPC.
+    """
+    target = place / "target"
+    if not (target / "tokenizer.json").exists():
+        arguments = {"skip_tokenizer_init": True, "max_model_len": 64, **arguments}
+    if head is not None:
+        arguments["speculative_config"] = {"method": "mtpc", "model": str(place / head), **(spec or {})}
+    return Engine(str(target), calls, arguments, injected)
+
+
 @dataclass
 class Reply:
     """Answers of one call, by prompt and sample, and the engine's counters after it."""
@@ -76,11 +99,25 @@ class Reply:
     error: str = ""
     modes: tuple[str, bool] = ("", False)  # CUDA graphs, asynchronous scheduling
 
+    @property
+    def accepted(self) -> float:
+        """Drafts that were accepted, until the end of this call."""
+        return self.metrics.get("vllm:spec_decode_num_accepted_tokens", 0)
+
+    @property
+    def drafted(self) -> float:
+        return self.metrics.get("vllm:spec_decode_num_draft_tokens", 0)
+
+    @property
+    def steps(self) -> float:
+        """Steps of a request that had drafts."""
+        return self.metrics.get("vllm:spec_decode_num_drafts", 0)
+
 
 def run(
     engines: dict[str, Engine],
     runner: str,
-    async_scheduling: bool = False,
+    async_scheduling: bool = True,
     timeout: float = 1200,
     fails: tuple[str, ...] = (),
     **more_env: str,
@@ -90,7 +127,7 @@ def run(
     Args:
         engines: Engines by name; each is started when the one before has ended.
         runner: One of tests.support.forks.ENVIRONMENTS.
-        async_scheduling: Schedule asynchronously, which on a CPU vLLM does not do by itself.
+        async_scheduling: Schedule asynchronously on V2, which on a CPU vLLM does not do by itself.
         timeout: Seconds for all engines together.
         fails: Engines that must raise; the reply is the traceback.
         more_env: Environment variables of the engines' process.
@@ -103,9 +140,13 @@ def run(
     return replies
 
 
-def run_with_plain(ours: Engine, plain: Engine, runner: str) -> tuple[list[Reply], list[Reply]]:
-    """Replies of an engine with a head and of plain vLLM on the same runner, V2's with asynchronous scheduling."""
-    found = run({"ours": ours, "plain": plain}, runner, async_scheduling=runner == "v2")
+def run_with_plain(
+    ours: Engine, runner: str, calls: list[Call] | None = None, **more: Any
+) -> tuple[list[Reply], list[Reply]]:
+    """Replies of an engine with a head, and of plain vLLM to the same calls or to `calls`."""
+    arguments = {name: value for name, value in ours.arguments.items() if name != "speculative_config"}
+    plain = replace(ours, calls=calls or ours.calls, arguments=arguments, injected=None)
+    found = run({"ours": ours, "plain": plain}, runner, **more)
     return found["ours"], found["plain"]
 
 

@@ -20,7 +20,6 @@ import pytest
 
 KEPT = Path(__file__).parents[2] / "benchmarks" / "results" / "tests-all.json"
 V1, V2, PTP = COLUMNS = ("mtpc on V1", "mtpc on V2", "ptp on V2")
-RUNNERS = [pytest.param(name, marks=pytest.mark.column(column)) for name, column in (("v1", V1), ("v2", V2))]
 KINDS = {
     "distribution": "distribution",
     "exact": "exact",

@@ -117,6 +117,19 @@ def random_layers(target: Path, layers: int, scale: float = 0.3) -> DraftLayers:
     return split
 
 
+def random_lora(target: torch.nn.Module, rank: int, scale_a: float, scale_b: float) -> dict[str, torch.Tensor]:
+    """Weights of an adapter on every projection, in the layout of peft."""
+    generator = torch.Generator().manual_seed(5)
+    lora = {}
+    for name, module in target.named_modules():
+        if name.rpartition(".")[2] in MODULES:
+            a, b = (rank, module.in_features), (module.out_features, rank)
+            for part, shape, scale in (("A", a, scale_a), ("B", b, scale_b)):
+                values = torch.randn(shape, generator=generator) * scale
+                lora[f"base_model.model.{name}.lora_{part}.weight"] = values
+    return lora
+
+
 def make_ptp_head(
     folder: Path,
     target: LlamaForCausalLM,
@@ -130,17 +143,18 @@ def make_ptp_head(
     config = PtpConfig.create(
         variant=variant, window=window, target=target.config, verifier="../target", lora_rank=rank, **options
     )
-    generator = torch.Generator().manual_seed(5)
-    lora = {}
-    for name, module in target.named_modules():
-        if name.rpartition(".")[2] in MODULES:
-            for part, shape in (("A", (rank, module.in_features)), ("B", (module.out_features, rank))):
-                spread = 1.0 if part == "A" else scale
-                values = torch.randn(shape, generator=generator) * spread
-                lora[f"base_model.model.{name}.lora_{part}.weight"] = values
     torch.manual_seed(5)
     embedding = build_embedding(config.u_embedding, config.hidden_size, config.u_features, config.u_hidden)
     late = build_late(config.hidden_size, config.late_width)
     if late is not None:  # not as it starts: large enough to turn most drafts into others
         late.outer.weight.data.normal_()
-    save_ptp(folder, config, lora, embedding, {"command": "tests"}, "made by a test", torch.float32, late)
+    save_ptp(
+        folder,
+        config,
+        random_lora(target, rank, 1.0, scale),
+        embedding,
+        {"command": "tests"},
+        "made by a test",
+        torch.float32,
+        late,
+    )

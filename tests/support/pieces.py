@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from tests.support.engine import Call
-
 VOCAB, LONGEST, BLOCK = 48, 96, 32
 PROMPTS = [[3, 9, 4], [7, 7, 1, 12, 5, 2, 30, 41] * 3, [8], [20, 21, 22, 23, 24]]
-SHARED = [5, 6, 7, 8] * 10  # long enough for blocks to be found again in the prefix cache
 SMALL = {
     "skip_tokenizer_init": True,
     "max_model_len": LONGEST,
@@ -14,8 +11,3 @@ SMALL = {
     "block_size": BLOCK,
     "max_num_batched_tokens": 16,
 }
-
-
-def ask(prompts: list[list[int]], max_tokens: int) -> Call:
-    one = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, "detokenize": False}
-    return Call(prompts, [one] * len(prompts))

@@ -29,16 +29,14 @@ SCHEMA = {
 TEXT = "import os\n\n\ndef walk(path):\n    "
 EOS = 256
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
-METHODS = {
-    "v1": {"plain": None, "mtpc": {"method": "mtpc", "model": "btree"}},
-    "v2": {
-        "plain": None,
-        "mtpc": {"method": "mtpc", "model": "btree"},
-        "ptp": {"method": "ptp", "model": "o-ptp", "num_speculative_tokens": 3, "max_aux_rows": 48},
-    },
+HEADS = {"mtpc": "btree", "ptp": "o-ptp"}  # of the demo
+SPEC: dict[str, dict[str, Any]] = {
+    "mtpc": {"method": "mtpc"},
+    "ptp": {"method": "ptp", "num_speculative_tokens": 3, "max_aux_rows": 48},
 }
 ALL_DRAFTS = {"num_speculative_tokens_per_batch_size": "off", "min_acceptance": 0}  # no plan, no pruning
 ON = {name: pytest.mark.column(name) for name in ("mtpc on V1", "mtpc on V2", "ptp on V2")}
+RUNNERS = [pytest.param("v1", marks=ON["mtpc on V1"]), pytest.param("v2", marks=ON["mtpc on V2"])]
 COLUMNS = [
     pytest.param("v1", "mtpc", marks=ON["mtpc on V1"]),
     # interpreted kernels are slow: in every run test_matrix.py has the other runner
