@@ -51,10 +51,6 @@ class Hub:
                 one | {"actions": {"upload": {"href": f"{self.url}/lfs/{one['oid']}"}}} for one in values["objects"]
             ]
             return {"transfer": "basic", "objects": upload}
-        if path.endswith("/commit/main"):
-            self.commits.append(self.files_of([json.loads(line) for line in body.splitlines()]))
-            repo = path.removeprefix("/api/models/").removesuffix("/commit/main")
-            return {"commitUrl": f"{self.url}/{repo}/commit/{COMMIT}", "commitOid": COMMIT}
         return None
 
     def told(self, repo: str) -> list[dict]:
