@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.demo import byte_target, corpus, subword_target, train_target
+from benchmarks.demo import byte_target, corpus, subword_target
 
 VOCAB = 300
 
@@ -50,18 +49,6 @@ def test_byte_target_learns_and_repeats(text: corpus.Corpus) -> None:
     first, second = train(30, 5), train(30, 5)
     assert byte_target.bits_per_byte(first, text.valid) < before - 1
     assert all(torch.equal(*pair) for pair in zip(first.parameters(), second.parameters(), strict=True))
-
-
-def test_target_command_writes_a_target_and_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "words.txt"
-    file.write_bytes(b"to be or not to be, that is the question. " * 100)
-    words = ["--out", str(tmp_path / "target"), "--text", str(file), "--steps", "3", "--long-steps", "1"]
-    monkeypatch.setattr(sys, "argv", ["train_target", *words, "--layers", "1", "--intermediate-size", "32"])
-    train_target.main()
-    record = json.loads((tmp_path / "target" / "provenance.json").read_text())
-    model = byte_target.load(tmp_path / "target")
-    measured = byte_target.bits_per_byte(model, corpus.load_file(file).valid, 32, train_target.LOSS_BYTES)
-    assert record["figures"]["bits_per_byte"] == pytest.approx(measured)
 
 
 @pytest.mark.parametrize("family", subword_target.FAMILIES)

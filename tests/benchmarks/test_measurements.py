@@ -9,40 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import backbone, draft, kernels, long_context, sweep, synthetic, timing, training
+from benchmarks import draft, kernels, long_context, sweep, synthetic, timing, training
 from tests.support.configs import engine_config
-from tests.support.engine import Call, Engine, run
+from tests.support.engine import Engine, ask, run
 from tests.support.models import make_target
 from vllm_mtpc import demo
-from vllm_mtpc.cli import main
 from vllm_mtpc.errors import MtpcError, UsageError
 
 TARGET = str(demo.path("target"))
 RATES = [0.75, 0.5, 0.125]
 TINY = training.Shape("tiny", vocab_size=23, hidden_size=16, window=4, components=2, windows=24, chunk=8)
-
-
-def make_data(folder: Path) -> list[str]:
-    """Options that name a target and its data."""
-    make_target(folder / "target", 16, seed=1, hidden_size=32)
-    lines = [{"prompt_ids": [1, 2], "response_ids": [(3 * i + k) % 16 for k in range(60)]} for i in range(8)]
-    (folder / "d.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return ["--target", str(folder / "target"), "--data", str(folder / "d.jsonl")]
-
-
-def test_backbone_benchmark_trains_every_circuit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backbone, "CIRCUITS", ("ff", "btree"))
-    given = make_data(tmp_path)
-    sizes = ["--window", "3", "--backbone-layers", "1", "--backbone-width", "32", "--dry-run"]
-    assert (
-        main(["train", *given, *sizes, "--head", "backbone", "--circuit", "ff", "--out", str(tmp_path / "head")]) == 0
-    )
-    sizes = ["--components", "2", "--component-rank", "2", "--steps", "4", "--windows", "16", "--sequences", "2"]
-    words = [str(tmp_path / "head"), *given, "--validation-data", str(tmp_path / "d.jsonl"), *sizes]
-    assert backbone.main([*words, "--json", str(tmp_path / "table.json")]) == 0
-    rows = json.loads((tmp_path / "table.json").read_text())["rows"]
-    shown = [(row["circuit"], row["components"], row["token_rank"], row["steps"]) for row in rows]
-    assert shown == [("ff", 1, 0, 0), ("ff", 1, 32, 4), ("btree", 2, 0, 4), ("btree", 2, 32, 4)]
 
 
 PLAN = """
@@ -56,7 +32,9 @@ runs:
 
 
 def test_sweep_trains_every_run_once(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    make_data(tmp_path)
+    make_target(tmp_path / "target", 16, seed=1, hidden_size=32)
+    lines = [{"prompt_ids": [1, 2], "response_ids": [(3 * i + k) % 16 for k in range(60)]} for i in range(8)]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "plan.yaml").write_text(PLAN.format(target=tmp_path / "target", data=tmp_path / "d.jsonl"))
     words = [str(tmp_path / "plan.yaml"), "--runs", str(tmp_path / "runs"), "--json", str(tmp_path / "table.json")]
     assert sweep.main(words) == 0
@@ -79,24 +57,6 @@ def test_training_in_chunks_gives_the_numbers_of_one_piece(changes: dict) -> Non
     wrong = {**rows[0], "losses": [1.001 * loss for loss in rows[0]["losses"]]}
     with pytest.raises(UsageError, match="losses differ"):
         training.check_agreement(shape.name, [rows[0], wrong])
-
-
-@pytest.mark.parametrize("changes", [{}, {"chunk": 256, "likelihood": True}])
-def test_formula_counts_the_memory_that_a_training_step_allocates(changes: dict) -> None:
-    """Against torch's own record of allocations; moments and weights, which exist before the step, are added."""
-    shape = replace(training.Shape("medium", 601, 64, 8, 4, windows=256, chunk=16), **changes)
-    job = training.Job(shape, torch.device("cpu"))
-    job.step()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        job.step()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
-    measured = most + 12 * job.parameters + 4 * job.frozen + 4 * shape.windows * shape.hidden_size
-    # 3 %: the formula leaves out what is smaller than the logits by a factor of r or V
-    assert measured == pytest.approx(training.expected_bytes(shape, job.parameters, job.frozen), rel=0.03)
 
 
 def test_draft_benchmark_divides_by_the_step_of_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,13 +106,10 @@ def test_synthetic_target_is_marked_in_every_file(made: Path) -> None:
 def test_synthetic_target_accepts_drafts_as_prescribed(made: Path) -> None:
     """On Model Runner V2: vLLM's CPU kernels of V1 have no prescribed acceptance."""
     given = synthetic.arguments(made, RATES)
-    how = {"temperature": 1.0, "ignore_eos": True, "max_tokens": 60}
-    call = Call([[1, 2, 3 + index] for index in range(8)], [how] * 8)
-    (reply,) = run({"synthetic": Engine(given.pop("model"), [call], {**given, "max_model_len": 128})}, "v2")[
-        "synthetic"
-    ]
-    steps = reply.metrics["vllm:spec_decode_num_drafts"]
-    assert steps > 150
+    prompts = [[1, 2, 3 + index] for index in range(8)]
+    engine = Engine(given.pop("model"), [ask(prompts, 60, temperature=1.0)], {**given, "max_model_len": 128})
+    (reply,) = run({"synthetic": engine}, "v2")["synthetic"]
+    assert reply.steps > 150
     for rate, count in zip(RATES, reply.metrics["per_position"], strict=True):
         # 4 standard deviations of a share of so many steps: 0.12 to 0.16
-        assert abs(count / steps - rate) < 4 * (rate * (1 - rate) / steps) ** 0.5, (rate, count / steps)
+        assert abs(count / reply.steps - rate) < 4 * (rate * (1 - rate) / reply.steps) ** 0.5, (rate, count)

@@ -8,52 +8,33 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import step_clock as engine_steps
+from benchmarks import step_clock
 from benchmarks.step_clock import StepClock, draft_method, runner_of
 
 PART = 0.004  # seconds
 
 
-class Time:
-    """In the place of the module: it passes when somebody says so, however busy the machine is."""
-
-    now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
-time = Time()
-
-
-@pytest.fixture(autouse=True)
-def told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_steps, "time", time)
-
-
 class Runner:
-    """As a V1 runner: the draft is made inside of sample_tokens."""
+    """As a V1 runner: the draft is made inside of sample_tokens. Its time passes when it says so."""
 
-    device = torch.device("cpu")
+    device, now = torch.device("cpu"), 0.0
 
-    def __init__(self, drafts: bool) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, drafts: bool) -> None:
+        monkeypatch.setattr(step_clock, "time", SimpleNamespace(perf_counter=lambda: self.now))
         self.speculative_config = object() if drafts else None
 
     def execute_model(self, scheduler_output: Any) -> str:
-        time.sleep(PART)
+        self.now += PART
         return "executed"
 
     def sample_tokens(self, grammar: Any) -> str:
-        time.sleep(PART)
+        self.now += PART
         if self.speculative_config:
             self.propose_draft_token_ids()
         return "sampled"
 
     def propose_draft_token_ids(self) -> str:
-        time.sleep(2 * PART)
+        self.now += 2 * PART
         return "drafted"
 
 
@@ -71,8 +52,8 @@ def run(runner: Runner, steps: list[Any]) -> None:
         assert runner.sample_tokens(None) == "sampled"
 
 
-def test_parts_of_a_step_add_up() -> None:
-    runner = Runner(drafts=True)
+def test_parts_of_a_step_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Runner(monkeypatch, drafts=True)
     clock = StepClock(runner)
     run(runner, [scheduled({"a": 4, "b": 3}, {"a": 3, "b": 2})] * 10)
     steps = clock.read()
@@ -81,15 +62,15 @@ def test_parts_of_a_step_add_up() -> None:
         assert value == pytest.approx(1000 * PART * expected)
 
 
-def test_without_drafts_nothing_drafts() -> None:
-    runner = Runner(drafts=False)
+def test_without_drafts_nothing_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Runner(monkeypatch, drafts=False)
     clock = StepClock(runner)
     run(runner, [scheduled({"a": 1})] * 4)
     assert clock.read().draft_ms == 0.0 and draft_method(runner) == (None, "")
 
 
-def test_steps_that_read_a_prompt_are_not_timed_but_their_decoding_requests_count() -> None:
-    runner = Runner(drafts=False)
+def test_steps_that_read_a_prompt_are_not_timed_but_their_requests_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Runner(monkeypatch, drafts=False)
     clock = StepClock(runner)
     chunk = scheduled({"a": 5}, {"a": 2})  # more tokens than drafts and one: a prompt in pieces
     run(runner, [scheduled({"a": 7}, new=("a",)), scheduled({"a": 1, "b": 1}, new=("b",)), chunk])
