@@ -1,10 +1,12 @@
-"""An incomplete circuit is refused in one line where it is defined or constructed."""
+"""An incomplete circuit and impossible sizes are refused."""
 
 from __future__ import annotations
 
 import pytest
 
-from vllm_mtpc.circuits import Circuit, Latents
+from tests.support.enumeration import CIRCUITS
+from vllm_mtpc.circuits import Circuit, Latents, circuit_class, get_circuit
+from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.kernels.filter import Instruction, Op
 
 CONDITION = [Instruction(Op.CONDITION)]
@@ -45,3 +47,20 @@ def test_incomplete_circuit_is_refused_in_one_line(parts, words):
     with pytest.raises((TypeError, ValueError), match=words) as caught:
         build(**parts)
     assert "\n" not in str(caught.value)
+
+
+SIZES = [(1, 1, "window=1"), (0, 1, "window=0"), (-3, 1, "window=-3"), (4, 0, "num_components=0")]
+SIZES += [(4, -1, "num_components=-1"), (10**12, 1, "window=1000000000000")]  # at once: no tree of 10**12 regions
+REFUSED = [(name, *size) for name in CIRCUITS for size in SIZES]
+REFUSED += [("ff", 4, 8, "num_components=8.*exactly 1"), ("spn", 4, 8, f"'spn'.*{', '.join(CIRCUITS)}")]
+
+
+@pytest.mark.parametrize("name, window, num_components, words", REFUSED)
+def test_impossible_size_or_name_is_refused(name, window, num_components, words):
+    with pytest.raises(HeadConfigError, match=words):
+        get_circuit(name, window, num_components)
+
+
+@pytest.mark.parametrize("name", CIRCUITS)
+def test_circuit_name_equals_its_key(name):
+    assert circuit_class(name).name == name

@@ -1,4 +1,4 @@
-"""Joint, marginals and conditionals of every circuit against brute-force enumeration."""
+"""Joint, marginals and conditionals of every circuit against brute-force enumeration; circuits that coincide."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.circuit_checks import check_conditionals, check_conditionals_along_a_sequence, check_joint, close
+from tests.support.circuit_checks import (
+    TOLERANCE,
+    check_conditionals,
+    check_conditionals_along_a_sequence,
+    check_joint,
+    close,
+)
 from tests.support.enumeration import (
     CIRCUITS,
     TREES,
@@ -18,12 +24,14 @@ from tests.support.enumeration import (
     repeated,
     written,
 )
-from vllm_mtpc.circuits import Circuit, CircuitParams, circuit_class
+from vllm_mtpc.circuits import Circuit, CircuitParams, circuit_class, get_circuit
 
 torch.set_num_threads(1)
 
 SIZES = [(2, 3, 4), (3, 2, 4), (3, 1, 3), (4, 3, 3), (5, 3, 3), (5, 2, 2), (6, 3, 2), (6, 2, 3)]  # n, r, V
 CASES = [(name, *size) for name in CIRCUITS for size in SIZES if size[1] > 1 or circuit_class(name).max_components > 1]
+
+MIXTURES = [name for name in CIRCUITS if circuit_class(name).max_components > 1]
 
 
 @pytest.fixture(params=CASES, ids=lambda case: "{}-n{}-r{}-V{}".format(*case))
@@ -79,3 +87,32 @@ def test_circuits_of_a_batch_are_independent(case):
     for b in range(2):
         alone = circuit.conditional_log_probs(repeated(params, b, 1), tokens[b : b + 1])
         close(alone, both[b : b + 1].numpy())
+
+
+def assert_same_distribution(
+    first: tuple[str, CircuitParams], second: tuple[str, CircuitParams], n: int, r: int
+) -> None:
+    tokens = all_tokens(n, first[1].leaf.shape[-1])
+    joints, conditionals = [], []
+    for name, params in (first, second):
+        many, circuit = repeated(params, 0, len(tokens)), get_circuit(name, n, r)
+        joints.append(circuit.log_prob(many, tokens))
+        conditionals.append(circuit.conditional_log_probs(many, tokens))
+    torch.testing.assert_close(*joints, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(*conditionals, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", [name for name in MIXTURES if make(name, 3, 2).num_inner])
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 6])
+def test_constant_latents_equal_a_cp(name, n):
+    circuit = make(name, n, 3)
+    cp = random_params(make("cp", n, 3), 3, seed=n)
+    identity = torch.eye(3).log().expand(1, circuit.num_inner, 3, 3)  # zero off the diagonal: -inf
+    assert_same_distribution((name, cp._replace(inner=identity)), ("cp", cp), n, 3)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("n", [2, 5])
+def test_one_component_equals_a_fully_factorised_circuit(name, n):
+    params = random_params(make(name, n, 1), 3, seed=n)
+    assert_same_distribution((name, params), ("ff", params), n, 1)

@@ -1,4 +1,4 @@
-"""Draws against the enumerated distribution by chi-square, with an injected bias that the same test must catch."""
+"""Draws against the enumerated distribution by chi-square, with injected biases; greedy decoding by its values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from tests.support.enumeration import CIRCUITS, Enumerated, make, random_params, repeated
+from tests.support.circuit_checks import BATCH, TOLERANCE
+from tests.support.enumeration import CIRCUITS, Enumerated, conditionals, make, random_params, repeated
 from vllm_mtpc.circuits import Circuit, CircuitParams, circuit_class
 
 torch.set_num_threads(1)
@@ -83,9 +84,7 @@ def test_samples_of_a_truncated_window_follow_the_marginal(name):
 @pytest.mark.parametrize("name", MIXTURES)
 def test_fault_of_ignored_draws_is_found(name):
     circuit = make(name, 3, 2)
-    params = random_params(
-        circuit, 4, seed=3
-    )  # the same distribution as in test_samples_follow_the_enumerated_distribution
+    params = random_params(circuit, 4, seed=3)  # as in test_samples_follow_the_enumerated_distribution
     distribution = np.exp(Enumerated(name, params).table())
     assert p_value(draw(forgetful(circuit), params), distribution) < CAUGHT
 
@@ -101,9 +100,7 @@ def test_fault_of_an_ignored_prefix_is_found(name):
     unseen = torch.full((DRAWS, 1), -1)
     tokens = circuit.sample(repeated(params, 0, DRAWS), unseen, torch.Generator().manual_seed(1))
     counts = counts_of(tokens[:, 1:], 3)
-    assert (
-        p_value(counts, distribution.sum(axis=0)) > SIGNIFICANCE
-    )  # the draws are right for the distribution without the prefix
+    assert p_value(counts, distribution.sum(axis=0)) > SIGNIFICANCE  # right without the prefix
     assert min(p_value(counts, distribution[token]) for token in range(3)) < CAUGHT
 
 
@@ -113,3 +110,28 @@ def test_samples_repeat_with_the_same_generator():
     first, again, other = (circuit.sample(params, generator=torch.Generator().manual_seed(seed)) for seed in (5, 5, 6))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("name", CIRCUITS)
+@pytest.mark.parametrize("n, r, vocab", [(2, 3, 4), (3, 2, 4), (4, 3, 3), (5, 3, 2), (6, 2, 3), (4, 1, 3)])
+def test_greedy_takes_the_argmax_of_every_enumerated_conditional(name, n, r, vocab):
+    circuit = make(name, n, r)
+    params = random_params(circuit, vocab, batch=BATCH, seed=n)
+    prefix = torch.arange(BATCH)[:, None] % vocab
+    for given in (None, prefix):
+        tokens = circuit.greedy(params, given)
+        assert given is None or torch.equal(tokens[:, :1], prefix)
+        for b, row in enumerate(tokens.tolist()):
+            table = Enumerated(name, params, b).table()
+            for k in range(0 if given is None else 1, n):
+                distribution = conditionals(table, tuple(row[:k]))
+                assert distribution[row[k]] >= distribution.max() - TOLERANCE
+
+
+def test_greedy_sums_over_competing_latents():
+    """The most probable component (0.4 * 0.9) prefers token 0; two others, 0.3 * 0.9 each, prefer token 1."""
+    circuit = make("cp", 2, 3)
+    leaf = torch.tensor([[[[0.9, 0.1], [0.1, 0.9], [0.1, 0.9]], [[0.6, 0.4]] * 3]]).log()
+    params = CircuitParams(leaf, torch.tensor([[0.4, 0.3, 0.3]]).log(), torch.zeros(1, 0, 3, 3))
+    assert np.exp(conditionals(Enumerated("cp", params).table(), ())) == pytest.approx([0.42, 0.58])
+    assert circuit.greedy(params).tolist() == [[1, 0]]

@@ -7,31 +7,19 @@ import math
 import pytest
 import torch
 
-from tests.support.enumeration import CIRCUITS, INNER_REGIONS, all_tokens, make, repeated
+from tests.support import heads_zoo
+from tests.support.enumeration import CIRCUITS, INNER_REGIONS, all_tokens, repeated
+from tests.support.heads_zoo import B, D, V, hidden_states
 from vllm_mtpc.circuits import CircuitParams
 from vllm_mtpc.heads.base import INIT_STD, STAY_PROBABILITY
 from vllm_mtpc.heads.linear import LinearHead
 
 torch.set_num_threads(1)
-V, D, B = 5, 16, 3
 ALL = pytest.mark.parametrize("name", CIRCUITS)
 
 
-def build(
-    name: str, n: int = 5, r: int = 3, seed: int = 0, leaf_std: float | None = None, vocab: int = V
-) -> LinearHead:
-    """A new head; with `leaf_std`, leaves and root are drawn that wide, so that components really differ."""
-    torch.manual_seed(seed)
-    head = LinearHead(make(name, n, r), vocab, D)
-    if leaf_std is not None:
-        for weight in (head.leaf_weight, head.root_weight):
-            if weight is not None:
-                weight.data.normal_(std=leaf_std)
-    return head.requires_grad_(False)
-
-
-def hidden_states(batch: int = B, seed: int = 1) -> torch.Tensor:
-    return torch.randn(batch, D, generator=torch.Generator().manual_seed(seed))
+def build(name: str, n: int = 5, r: int = 3, vocab: int = V) -> LinearHead:
+    return heads_zoo.build("linear", name, r, n, vocab)
 
 
 @ALL
@@ -54,7 +42,7 @@ def test_parameters_and_outputs_have_the_shapes_of_the_circuit(name, n, r):
 
 def start_distance(name: str, n: int, zero_bias: bool = False) -> tuple[float, float]:
     """(total variation, smallest log q - log q_cp) between a new head and the CP with the same leaves and root."""
-    cp, head = build("cp", n, 3, leaf_std=1.0, vocab=3), build(name, n, 3, vocab=3)
+    cp, head = heads_zoo.build("linear", "cp", 3, n, 3, std=1.0), build(name, n, 3, vocab=3)
     head.leaf_weight.copy_(cp.leaf_weight)
     head.root_weight.copy_(cp.root_weight)
     if zero_bias:
@@ -115,20 +103,6 @@ def test_head_started_from_lm_head_predicts_as_the_target(name):
     difference = (head(hidden).leaf - target).abs()
     assert difference.max() < 2 * 5 * sigma
     assert difference.mean() < sigma
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_components_and_positions_started_from_the_lm_head_differ_and_the_seed_decides(dtype):
-    head = build("cp", 3, 2).to(dtype)
-    lm_head = torch.randn(V, D, generator=torch.Generator().manual_seed(3)).to(dtype)
-    head.init_from_lm_head(lm_head, seed=0)
-    first = head.leaf_weight.clone()
-    pieces = first.flatten(0, 1)
-    assert len({tuple(piece.flatten().tolist()) for piece in pieces}) == 6
-    head.init_from_lm_head(lm_head, seed=0)
-    assert torch.equal(head.leaf_weight, first)
-    head.init_from_lm_head(lm_head, seed=1)
-    assert not torch.equal(head.leaf_weight, first)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the same head there and on a CPU")

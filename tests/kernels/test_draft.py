@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support import draft_runner
-from tests.support.draft_cases import CASES, INF, TOKEN_CASES
-from tests.support.draft_runner import Case, Drafts
+from tests.support import draft_cases
+from tests.support.draft_cases import CASES, INF, TOKEN_CASES, Case, Drafts
 from vllm_mtpc.circuits import get_circuit
 from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.draft import naive
@@ -32,7 +31,7 @@ ROUNDED = [name for name, asked in CASES.items() if asked.cache_dtype != torch.f
 
 @pytest.fixture(scope="module")
 def drafts() -> dict[str, Drafts]:
-    return draft_runner.run(CASES)
+    return draft_cases.run(CASES)
 
 
 def of_rows(asked: Case) -> tuple[Tensor, Tensor]:

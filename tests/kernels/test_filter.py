@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support import filter_runner
+from tests.support import filter_cases
 from tests.support.enumeration import CIRCUITS, make
-from tests.support.filter_cases import CASES, INF, case
-from tests.support.filter_runner import Case, training_gradients
+from tests.support.filter_cases import CASES, INF, Case, case, training_gradients
 from vllm_mtpc.kernels.filter import filter_weights, naive
 
 torch.set_num_threads(1)
@@ -32,7 +31,7 @@ def reference(given: Case) -> tuple[Tensor, ...]:
 
 @pytest.fixture(scope="module")
 def outputs() -> dict:
-    return filter_runner.run(CASES)
+    return filter_cases.run(CASES)
 
 
 def close(got: Tensor, wanted: Tensor, rtol: float = 2e-6) -> None:

@@ -9,11 +9,10 @@ import pytest
 import torch
 from scipy.special import log_softmax, logsumexp
 
+from tests.support import heads_zoo
 from tests.support.enumeration import Enumerated, all_tokens, prefix_marginals, repeated
-from tests.support.heads_zoo import LM_HEAD, OPTIONS, D, V, hidden_states
+from tests.support.heads_zoo import V, hidden_states
 from vllm_mtpc.circuits import Circuit, CircuitParams
-from vllm_mtpc.config.mtpc_config import HeadConfig
-from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.base import Head
 from vllm_mtpc.heads.init import INHERITED_STAY, init_from_head
@@ -64,27 +63,10 @@ def check_conditionals_along_a_sequence(case: Case) -> None:
 
 
 SMALL = 3  # vocabulary small enough to enumerate
-SMALL_LM_HEAD = torch.randn(SMALL, D, generator=torch.Generator().manual_seed(3))
 
 
-def build(circuit: str, r: int, name: str = "linear", n: int = 4, vocab: int = V, std: float | None = None, **options):
-    config = HeadConfig.create(
-        circuit=circuit,
-        window=n,
-        num_components=r,
-        target={"hidden_size": D, "vocab_size": vocab},
-        verifier="x",
-        head=name,
-        **(OPTIONS[name] | options),
-    )
-    torch.manual_seed(0)
-    head = build_head(config)
-    if std is not None:
-        for value in head.parameters():
-            value.data.normal_(std=std)
-    if head.needs_lm_head:
-        head.bind_lm_head(lambda states: states @ (LM_HEAD if vocab == V else SMALL_LM_HEAD).T)
-    return head.requires_grad_(False)
+def build(circuit: str, r: int, name: str = "linear", n: int = 4, vocab: int = V, **options) -> Head:
+    return heads_zoo.build(name, circuit, r, n, vocab, **options)
 
 
 def joint(head: Head) -> torch.Tensor:

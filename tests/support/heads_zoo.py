@@ -10,7 +10,6 @@ from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.base import Head
 
 V, D, B, N, R = 7, 16, 3, 5, 3
-TARGET = {"hidden_size": D, "vocab_size": V}
 EMBEDDING = torch.randn(V, D, generator=torch.Generator().manual_seed(2))
 LM_HEAD = torch.randn(V, D, generator=torch.Generator().manual_seed(3))
 OPTIONS = {
@@ -33,21 +32,27 @@ KINDS = {"low rank": "shared"}  # variants of a head
 
 
 def build(
-    name: str, circuit: str = "btree", seed: int = 0, std: float | None = None, bind: bool = True, **more: int
+    name: str,
+    circuit: str = "btree",
+    r: int = R,
+    n: int = N,
+    vocab: int = V,
+    std: float | None = None,
+    bind: bool = True,
+    **more: int,
 ) -> Head:
     """A new head; with `std`, every parameter is drawn that wide, so that nothing is zero by initialisation."""
-    components = 1 if circuit == "ff" else R
-    sizes = {"circuit": circuit, "window": N, "num_components": components}
-    config = HeadConfig.create(
-        **sizes, target=TARGET, verifier="x", head=KINDS.get(name, name), **OPTIONS[name], **more
-    )
-    torch.manual_seed(seed)
+    sizes = {"circuit": circuit, "window": n, "num_components": 1 if circuit == "ff" else r, "verifier": "x"}
+    target = {"hidden_size": D, "vocab_size": vocab}
+    config = HeadConfig.create(**sizes, target=target, head=KINDS.get(name, name), **OPTIONS[name] | more)
+    torch.manual_seed(0)
     head = build_head(config)
     if std is not None:
         for value in head.parameters():
             value.data.normal_(std=std)
     if head.needs_lm_head and bind:
-        head.bind_lm_head(lambda states: states @ LM_HEAD.to(states).T)
+        lm_head = torch.randn(vocab, D, generator=torch.Generator().manual_seed(3))  # LM_HEAD
+        head.bind_lm_head(lambda states: states @ lm_head.to(states).T)
     if name == "backbone" and bind:
         head.bind_embedding(lambda tokens: EMBEDDING.to(head.hidden_dtype)[tokens])
     return head.requires_grad_(False)

@@ -27,17 +27,6 @@ def with_others(requests: int, width: int) -> tuple[Any, ...]:
     return (*rows(requests, width), others)
 
 
-ACCEPTED: dict[str, interpreted.Case] = {
-    "8": ("couple", rows(60, 8)),
-    "2, int32": ("couple", rows(20, 2, torch.int32)),
-    "17": ("couple", rows(40, 17)),
-    "1": ("couple", rows(5, 1)),
-    "next to others": ("couple", with_others(30, 8)),
-    "no requests": ("couple", rows(0, 4)),
-    "all right": ("couple", (torch.ones(9, dtype=torch.long), torch.ones(9), torch.tensor([0, 4, 8]), 4)),
-}
-
-
 HALF, WHOLE = torch.bfloat16, torch.float32
 
 
@@ -56,15 +45,6 @@ def term_case(batch: int, r: int, vocab: int, hidden: int, dtype: torch.dtype, s
     return states, weight.to(dtype), token
 
 
-# 64 rows of a vocabulary and up to 64 states are one tile; 128 (half precision) or 32 elements of D at a time
-TERMS = {
-    "one": term_case(1, 1, 5, 16, WHOLE, True),
-    "a block but one": term_case(3, 2, 63, 33, WHOLE, False),
-    "a block": term_case(5, 3, 64, 32, WHOLE, True),
-    "more blocks than one": term_case(17, 2, 257, 130, HALF, True),
-    "more states than a tile has": term_case(65, 2, 70, 16, HALF, False),
-    "half": term_case(3, 2, 65, 40, torch.float16, False),
-}
 INF, NAN = float("inf"), float("nan")
 LARGEST = 1 - 2**-24
 SIZES = [(1000, 200), (1, 1), (20, 1), (50, 17), (50, 4096), (50, 4097), (150, 13_000), (5, 150_000)]
@@ -111,7 +91,21 @@ def uniforms() -> tuple[Tensor, Tensor]:
     return seed, pos
 
 
-PICKED: dict[str, interpreted.Case] = {
+CASES: dict[str, interpreted.Case] = {
+    "width 8": ("couple", rows(60, 8)),
+    "width 2, int32": ("couple", rows(20, 2, torch.int32)),
+    "width 17": ("couple", rows(40, 17)),
+    "width 1": ("couple", rows(5, 1)),
+    "next to others": ("couple", with_others(30, 8)),
+    "no requests": ("couple", rows(0, 4)),
+    "all right": ("couple", (torch.ones(9, dtype=torch.long), torch.ones(9), torch.tensor([0, 4, 8]), 4)),
+    # 64 rows of a vocabulary and up to 64 states are one tile; 128 (half precision) or 32 elements of D at a time
+    "one": ("leaf", term_case(1, 1, 5, 16, WHOLE, True)),
+    "a block but one": ("leaf", term_case(3, 2, 63, 33, WHOLE, False)),
+    "a block": ("leaf", term_case(5, 3, 64, 32, WHOLE, True)),
+    "more blocks than one": ("leaf", term_case(17, 2, 257, 130, HALF, True)),
+    "more states than a tile has": ("leaf", term_case(65, 2, 70, 16, HALF, False)),
+    "half": ("leaf", term_case(3, 2, 65, 40, torch.float16, False)),
     **{f"{rows}x{vocab}": ("pick", draws(rows, vocab)) for rows, vocab in SIZES},
     "peaked": ("pick", draws(200, 5000, scale=20.0)),
     "holes": ("pick", holes()),

@@ -18,24 +18,15 @@ import torch
 from numpy_interpreter import check, functions, language, memory
 from numpy_interpreter.values import Value
 
-from tests.support import draft_cases, draft_runner, filter_cases, filter_runner, interpreted, kernel_cases, odd_kernels
+from tests.support import draft_cases, filter_cases, interpreted, kernel_cases, odd_kernels
 from vllm_mtpc.kernels.shard import Shard
 
 # Small ones, and what others do not have: types, paths, constants
 FEW = {
-    *("alone", "empty rows", "int32 positions"),
-    *("wide-btree", "bfloat16", "holes-hmm"),
-    *(
-        "two tokens",
-        "padded",
-        "padded, blocks",
-        "one block, several launches",
-        "no draws",
-        "float64 noise, blocks",
-        "bfloat16 cache, blocks",
-        "token, padded",
-        "token, padded, blocks",
-    ),
+    *("alone", "empty rows", "int32 positions", "width 2, int32", "width 1", "next to others"),
+    *("one", "a block but one", "a block", "more blocks than one", "wide-btree", "bfloat16", "holes-hmm"),
+    *("two tokens", "padded", "padded, blocks", "one block, several launches", "no draws", "float64 noise, blocks"),
+    *("bfloat16 cache, blocks", "token, padded", "token, padded, blocks"),
 }
 
 # The second of two ranks, which hears its own from both
@@ -43,20 +34,16 @@ ON_A_RANK = replace(draft_cases.BLOCKS, shard=Shard(1, 2, 1300, lambda own: own.
 
 
 def launch_all() -> None:
-    _launch(kernel_cases.ACCEPTED, interpreted.launch_all, {"couple": "accept"})
-    _launch(kernel_cases.PICKED, interpreted.launch_all, {})
-    _launch(
-        {name: ("leaf", case) for name, case in kernel_cases.TERMS.items()}, interpreted.launch_all, {"leaf": "terms"}
-    )
-    _launch(filter_cases.CASES, filter_runner.launch_all)
-    _launch(draft_cases.CASES, draft_runner.draft_all)
-    draft_runner.draft_all({"a rank": ON_A_RANK}, "cpu")
+    _launch(kernel_cases.CASES, interpreted.launch_all)
+    _launch(filter_cases.CASES, filter_cases.launch_all)
+    _launch(draft_cases.CASES, draft_cases.draft_all)
+    draft_cases.draft_all({"a rank": ON_A_RANK}, "cpu")
     odd_kernels.launch_all()
 
 
-def _launch(cases: dict[str, Any], launch: Callable, *arguments: Any) -> None:
-    few = {name: case for name, case in cases.items() if name in FEW} or dict(list(cases.items())[:4])
-    launch(cases if "all" in sys.argv else few, *arguments, "cpu")
+def _launch(cases: dict[str, Any], launch: Callable) -> None:
+    few = {name: case for name, case in cases.items() if name in FEW}
+    launch(cases if "all" in sys.argv else few, "cpu")
 
 
 def _other_order(x: Value, axis: int | None = None) -> Value:
@@ -83,7 +70,7 @@ def found_with(name: str, fault: Callable) -> dict[str, Any]:
     setattr(functions._LANGUAGE, name, fault)
     check.REPORT.clear()
     check.SEEN.clear()
-    interpreted.launch_all({"pick": ("pick", (logits, u))}, {}, "cpu")
+    interpreted.launch_all({"pick": ("pick", (logits, u))}, "cpu")
     odd_kernels.tiles[(1,)](logits, torch.zeros(9 * odd_kernels.SIZE), SIZE=odd_kernels.SIZE)
     setattr(functions._LANGUAGE, name, right)
     return dict(check.REPORT)
