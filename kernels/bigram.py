@@ -2,8 +2,7 @@
 
 leaf_k[z, v | x_(k-1)] = log_softmax_v(logits_k[z, v] + (source[x_(k-1)] target_k)[v])
 
-Evidence along given tokens is still one number per component, so a filter over them still holds. With one component
-this is DSpark's Markov head.
+With one component this is DSpark's Markov head.
 """
 
 from __future__ import annotations
@@ -25,14 +24,7 @@ class Bigram(NamedTuple):
         return _full(self.source[previous]) @ _full(self.target[k])
 
     def biases(self, tokens: Tensor) -> Tensor:
-        """Return the terms of positions 2 .. m + 1.
-
-        Args:
-            tokens: [B, m] int64, the first ones of a window; the term after a token of -1 is arbitrary.
-
-        Returns:
-            [B, m, V] float32.
-        """
+        """Return the terms [B, m, V] float32 after tokens [B, m] int64 of a window; after -1 they are arbitrary."""
         sources = _full(self.source[tokens.clamp(min=0)])  # [B, m, R]
         return (sources.transpose(0, 1) @ _full(self.target[: tokens.shape[1]])).transpose(0, 1)
 

@@ -1,9 +1,8 @@
 """A rank's part of a vocabulary divided over a tensor-parallel group, and the exchanges between ranks.
 
-All-gathers copy bits, so every rank has the same numbers and drafts the same tokens. Small leaves are gathered whole,
-in one all-gather with the two numbers per component that x_1 needs (`join`). Large leaves are not: the ranks exchange a
-number per component for each normaliser and each drafted token, and the conditionals, an r-th of the logits
-(`evidence`, `normalisers`, `whole`, `at`).
+All-gathers copy bits, so every rank drafts the same tokens. Small leaves are gathered whole, with the two numbers per
+component that x_1 needs (`join`). Of large leaves the ranks exchange a number per component for each normaliser and
+drafted token, and the conditionals, an r-th of the logits (`evidence`, `normalisers`, `whole`, `at`).
 """
 
 from __future__ import annotations
@@ -41,15 +40,7 @@ class Shard(NamedTuple):
         return min(self.start + self.rows, self.vocab_size)
 
     def join(self, terms: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather small leaves.
-
-        Args:
-            terms: [B, 2, r] of `leaf.terms`.
-            logits: [B, K, r, rows] of this rank.
-
-        Returns:
-            Evidence [B, r] and logits [B, K, r, V], as `Head.draft_leaves`.
-        """
+        """Return evidence [B, r] and logits [B, K, r, V] from this rank's `leaf.terms` and logits [B, K, r, rows]."""
         batch, num_drafts, r, _ = logits.shape
         own = F.pad(logits, (0, self.rows - logits.shape[3])).flatten(1)
         numbers = terms.contiguous().flatten(1).view(logits.dtype)  # as bits: not rounded

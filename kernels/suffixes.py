@@ -1,8 +1,7 @@
 """The longest known suffix of a text, for a batch of texts: pure torch, static shapes, no loops over tokens.
 
-A table maps sequences of token ids, most recent first, to ids of subwords. Every key has a polynomial hash; the keys'
-hashes are sorted. The hashes of all L suffixes of a row are one cumulative sum, their indices one binary search. Each
-match is compared with the key itself, so only two keys with one hash are an error.
+A table maps sequences of token ids, most recent first, to ids of subwords, by sorted polynomial hashes. The hashes of
+all L suffixes of a row are one cumulative sum, their indices one binary search; each match is compared with its key.
 """
 
 from __future__ import annotations
@@ -20,19 +19,18 @@ ABSENT = -1  # before the first token of a text
 
 
 class SuffixTable(nn.Module):
-    """Ids of subwords for the last L tokens of texts; the buffers are not saved."""
+    """Ids of subwords for the last L tokens of texts; the buffers are not saved.
+
+    Args:
+        subwords: key (most recent token first) to value.
+        short: tokens after which only the key of that single token matches.
+        max_length: L.
+
+    Raises:
+        CheckpointError: a key is longer than max_length, or two keys have one hash.
+    """
 
     def __init__(self, subwords: Mapping[tuple[int, ...], int], short: Collection[int], max_length: int) -> None:
-        """Build the table.
-
-        Args:
-            subwords: key (most recent token first) to value.
-            short: tokens after which only the key of that single token matches.
-            max_length: L.
-
-        Raises:
-            CheckpointError: a key is longer than max_length, or two keys have one hash.
-        """
         super().__init__()
         if any(not 0 < len(key) <= max_length for key in subwords):
             raise CheckpointError(

@@ -18,8 +18,7 @@ def accept(
         drafts: [T] integers, the input token of every row.
         cu_num_logits: [R + 1] int32; request r has the rows cu_num_logits[r] .. cu_num_logits[r + 1] - 1.
         width: maximum rows of a request.
-        others: results of requests that are not coupled; their tensors are written in place for the coupled requests
-            and returned. None: every request is coupled.
+        others: results of other requests, overwritten for the coupled ones and returned; None: all are coupled.
 
     Returns:
         Tokens [R, width] int64, -1 after the last, and their number [R] int32.

@@ -26,22 +26,10 @@ def block_bias(source_ptr, target_ptr, target_stride, token, is_token, RANK: tl.
 
 @triton.jit(do_not_specialize=["before_stride", "k", "batch"], do_not_specialize_on_alignment=["before_ptr"])
 def token_bias(
-    before_ptr,
-    before_stride,
-    source_ptr,
-    target_ptr,
-    target_k_stride,
-    target_stride,
-    bias_ptr,
-    width,
-    k,
-    batch,
-    vocab_size,
-    RANK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    before_ptr, before_stride, source_ptr, target_ptr, target_k_stride, target_stride,
+    bias_ptr, width, k, batch, vocab_size,
+    RANK: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Bias [B, width] float32 of draft k, ROWS requests and BLOCK tokens at a time: W2_k is read once for ROWS of them.
 
     0 in columns beyond vocab_size.

@@ -5,8 +5,7 @@ are in units of UNIT (`kernel.Drafter`).
 
 Between launches the state of a circuit is in memory, [1 + DEPTH, B, R]: weights, then the stack. A part of a
 conditional is summarised in a record of 5 + R numbers: the noised value of its best token, that token, the moments
-(maximum of log q / T, sum of exp(. - maximum) and of its square), the token's evidence. All have the dtype of the
-value: float32 represents tokens below 2^24.
+(maximum of log q / T, sum of exp(. - maximum) and of its square), the token's evidence, all in the value's dtype.
 """
 
 from __future__ import annotations
@@ -139,22 +138,10 @@ def best(record_ptr, count, row, num_rows, R: tl.constexpr, COUNT: tl.constexpr)
 
 @triton.jit(do_not_specialize=["leaf_stride", "k_stride", "z_stride", "num_drafts", "draft"])
 def leaf_blocks(
-    leaf_ptr,
-    leaf_stride,
-    k_stride,
-    z_stride,
-    bias_ptr,
-    bias_stride,
-    draft,
-    top_ptr,
-    total_ptr,
-    num_drafts,
-    r,
-    vocab_size,
-    R: tl.constexpr,
-    BLOCK: tl.constexpr,
-    UNIT: tl.constexpr,
-):
+    leaf_ptr, leaf_stride, k_stride, z_stride,
+    bias_ptr, bias_stride, draft, top_ptr, total_ptr, num_drafts, r, vocab_size,
+    R: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
     """Maximum and sum of every component in one block of one leaf.
 
     bias_ptr, if not None: bias [B, bias_stride] of the token before; the only leaf is that of `draft`.
@@ -174,23 +161,10 @@ def leaf_blocks(
 
 @triton.jit(do_not_specialize=["num_drafts", "num_inner"])
 def start_rows(
-    evidence_ptr,
-    root_ptr,
-    inner_ptr,
-    program_ptr,
-    top_ptr,
-    total_ptr,
-    norm_ptr,
-    state_ptr,
-    num_drafts,
-    num_inner,
-    r,
-    num_blocks,
-    R: tl.constexpr,
-    DEPTH: tl.constexpr,
-    CHUNK: tl.constexpr,
-    START: tl.constexpr,
-):
+    evidence_ptr, root_ptr, inner_ptr, program_ptr, top_ptr, total_ptr, norm_ptr, state_ptr,
+    num_drafts, num_inner, r, num_blocks,
+    R: tl.constexpr, DEPTH: tl.constexpr, CHUNK: tl.constexpr, START: tl.constexpr,
+):  # fmt: skip
     """Normalisers [R] of one leaf from those of its blocks; START: also the state at the first draft."""
     k, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     z = tl.arange(0, R)
@@ -219,34 +193,14 @@ def start_rows(
     do_not_specialize_on_alignment=["slot_ptr", "pos_ptr"],
 )
 def draft_blocks(
-    leaf_ptr,
-    leaf_stride,
-    k_stride,
-    z_stride,
-    bias_ptr,
-    bias_stride,
-    norm_ptr,
-    weights_ptr,
-    slot_ptr,
-    temperature_ptr,
-    seed_ptr,
-    pos_ptr,
-    cache_ptr,
-    cache_stride,
-    cache_k_stride,
-    record_ptr,
-    k,
-    num_drafts,
-    r,
-    vocab_size,
-    begin,
-    NOISED_ARGMAX: tl.constexpr,
-    DRAW: tl.constexpr,
-    USE_FP64: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK: tl.constexpr,
-    UNIT: tl.constexpr,
-):
+    leaf_ptr, leaf_stride, k_stride, z_stride,
+    bias_ptr, bias_stride, norm_ptr, state_ptr,
+    slot_ptr, temperature_ptr, seed_ptr, pos_ptr,
+    cache_ptr, cache_stride, cache_k_stride, record_ptr,
+    k, num_drafts, r, vocab_size, begin,
+    NOISED_ARGMAX: tl.constexpr, DRAW: tl.constexpr, USE_FP64: tl.constexpr,
+    R: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
     """Write one block of the conditional of draft k to the cache, and its record [blocks, B, 5 + R].
 
     begin, if not None: the first token of this rank, whose cache has a row per request instead of slots.
@@ -255,7 +209,7 @@ def draft_blocks(
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot, temperature, scale, seed, pos = request(slot_ptr, temperature_ptr, seed_ptr, pos_ptr, row, DRAW)
     z = tl.arange(0, R)
-    weights = tl.load(weights_ptr + row * R + z)
+    weights = tl.load(state_ptr + row * R + z)
     norm = tl.load(norm_ptr + (row * num_drafts + k if bias_ptr is None else row) * R + z)
     token = block * BLOCK + tl.arange(0, BLOCK)
     mask = token < vocab_size
@@ -294,26 +248,11 @@ def nominate(record_ptr, nominee_ptr, num_blocks, R: tl.constexpr, BLOCKS: tl.co
     do_not_specialize_on_alignment=["slot_ptr", "token_ptr", "confidence_ptr"],
 )
 def choose(
-    record_ptr,
-    inner_ptr,
-    program_ptr,
-    state_ptr,
-    slot_ptr,
-    temperature_ptr,
-    token_ptr,
-    token_stride,
-    confidence_ptr,
-    confidence_stride,
-    k,
-    num_drafts,
-    num_inner,
-    r,
-    count,
-    DRAW: tl.constexpr,
-    R: tl.constexpr,
-    DEPTH: tl.constexpr,
-    COUNT: tl.constexpr,
-):
+    record_ptr, inner_ptr, program_ptr, state_ptr, slot_ptr, temperature_ptr,
+    token_ptr, token_stride, confidence_ptr, confidence_stride,
+    k, num_drafts, num_inner, r, count,
+    DRAW: tl.constexpr, R: tl.constexpr, DEPTH: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
     """Write draft k and its confidence from the records of all blocks or ranks, and the state at draft k + 1."""
     row = tl.program_id(0).to(tl.int64)
     at, _, first, second = best(record_ptr, count, row, tl.num_programs(0), R, COUNT)
@@ -333,17 +272,9 @@ def choose(
 
 @triton.jit(do_not_specialize=["num_drafts"], do_not_specialize_on_alignment=["slot_ptr"])
 def spread(
-    log_q_ptr,
-    slot_ptr,
-    cache_ptr,
-    cache_stride,
-    cache_k_stride,
-    num_drafts,
-    rows,
-    width,
-    vocab_size,
-    BLOCK: tl.constexpr,
-):
+    log_q_ptr, slot_ptr, cache_ptr, cache_stride, cache_k_stride,
+    num_drafts, rows, width, vocab_size, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Write conditionals [ranks, B, K, width] of all ranks, `rows` columns each, to the cache."""
     block, k, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = tl.load(slot_ptr + row).to(tl.int64)

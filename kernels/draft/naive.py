@@ -28,9 +28,7 @@ def draft(
     dtype: torch.dtype = torch.float32,
     shard: Shard | None = None,
 ) -> Tensor:
-    """Draft K tokens, each picked from log q(. | tokens before).
-
-    All arithmetic is float32.
+    """Draft K tokens [B, K] int64, each picked from log q(. | tokens before); float32 arithmetic.
 
     Args:
         program: of the circuit.
@@ -43,9 +41,6 @@ def draft(
         pick: (log q [B, V] float32, k) -> tokens [B].
         dtype: log q is rounded to it before a token is picked, since it is stored and scored in that dtype.
         shard: of a divided vocabulary; every rank picks from the same log q [B, V].
-
-    Returns:
-        [B, K] int64.
     """
     inner = inner_logits.float().log_softmax(dim=-1)
     weights, stack = advance(program[0], root_logits.float().log_softmax(dim=-1), (), evidence, inner)
@@ -89,7 +84,7 @@ def _norms(leaf_logits: Tensor, shard: Shard) -> Tensor:
 
 
 def confidence(log_q: Tensor, temperature: Tensor, draw: bool = True) -> Tensor:
-    """Return the probability that two draws are the same token, sum_v q_T(v)^2, or max_v q_T(v) of an argmax.
+    """Return [B], the probability that two draws are the same token, sum_v q_T(v)^2, or max_v q_T(v) of an argmax.
 
     It is a function of the distribution alone: a length chosen by the drawn token would bias the output.
 
@@ -97,9 +92,6 @@ def confidence(log_q: Tensor, temperature: Tensor, draw: bool = True) -> Tensor:
         log_q: [B, V].
         temperature: [B]; 0: the draft is the argmax, and T = 1.
         draw: False: every draft is the argmax.
-
-    Returns:
-        [B].
     """
     is_greedy = temperature == 0
     scaled = log_q / torch.where(is_greedy, 1.0, temperature)[:, None]

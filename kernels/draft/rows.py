@@ -11,18 +11,9 @@ from vllm_mtpc.kernels.filter import kernel as machine
 
 @triton.jit
 def load_conditioned(
-    leaf_ptr,
-    z_stride,
-    source_ptr,
-    target_ptr,
-    target_stride,
-    token,
-    vocab_size,
-    r,
-    R: tl.constexpr,
-    RANK: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    leaf_ptr, z_stride, source_ptr, target_ptr, target_stride, token, vocab_size, r,
+    R: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """A tile, with the bias of the token before; RANK 0: none."""
     tile = launches.load_tile(leaf_ptr, z_stride, token, vocab_size, r, R)
     if RANK > 0:
@@ -36,45 +27,17 @@ def load_conditioned(
     do_not_specialize_on_alignment=["slot_ptr", "pos_ptr", "token_ptr", "confidence_ptr", "first_ptr"],
 )
 def draft_rows(
-    leaf_ptr,
-    leaf_stride,
-    k_stride,
-    z_stride,
-    first_ptr,
-    source_ptr,
-    target_ptr,
-    target_k_stride,
-    target_stride,
-    evidence_ptr,
-    root_ptr,
-    inner_ptr,
-    program_ptr,
-    slot_ptr,
-    temperature_ptr,
-    seed_ptr,
-    pos_ptr,
-    token_ptr,
-    token_stride,
-    confidence_ptr,
-    confidence_stride,
-    cache_ptr,
-    cache_stride,
-    cache_k_stride,
-    num_drafts,
-    num_inner,
-    r,
-    vocab_size,
-    NOISED_ARGMAX: tl.constexpr,
-    DRAW: tl.constexpr,
-    USE_FP64: tl.constexpr,
-    R: tl.constexpr,
-    DEPTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    UNIT: tl.constexpr,
-    RANK: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    leaf_ptr, leaf_stride, k_stride, z_stride,
+    first_ptr, source_ptr, target_ptr, target_k_stride, target_stride,
+    evidence_ptr, root_ptr, inner_ptr, program_ptr,
+    slot_ptr, temperature_ptr, seed_ptr, pos_ptr,
+    token_ptr, token_stride, confidence_ptr, confidence_stride,
+    cache_ptr, cache_stride, cache_k_stride,
+    num_drafts, num_inner, r, vocab_size,
+    NOISED_ARGMAX: tl.constexpr, DRAW: tl.constexpr, USE_FP64: tl.constexpr,
+    R: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    UNIT: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """All drafts of one request; a leaf of one block is read once and stays in registers.
 
     RANK: of the bias of the token before; 0: none, and its pointers are None.

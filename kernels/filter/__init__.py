@@ -14,18 +14,13 @@ MAX_COMPONENTS = 64  # of the kernel: it has an r x r sum in registers, and 128 
 
 
 def filter_weights(program: Program, evidence: Tensor, root_logits: Tensor, inner_logits: Tensor) -> Tensor:
-    """Return log pi, as `naive.filter_weights`; differentiable once in the three tensors.
-
-    The Triton kernel runs on a GPU for at most MAX_COMPONENTS components, except in float64.
+    """Return log pi [B, m, r] float32 as `naive.filter_weights`; on a GPU by Triton if MAX_COMPONENTS and dtypes allow.
 
     Args:
         program: of the circuit.
         evidence: [B, m, r], log p(x_k | z).
         root_logits: [B, r].
-        inner_logits: [B, F, r, r].
-
-    Returns:
-        [B, m, r] float32 (float64 for float64 inputs).
+        inner_logits: [B, F, r, r]; differentiable once in the three tensors; float64 inputs give float64.
     """
     is_double = torch.float64 in (evidence.dtype, root_logits.dtype, inner_logits.dtype)
     if not evidence.is_cuda or is_double or evidence.shape[-1] > MAX_COMPONENTS:

@@ -2,11 +2,10 @@
 
 One launch runs one program instance per circuit. Vectors [R] have r values, R = next power of two; values beyond r are
 -inf in weights, stack and messages of a sum, and -inf or finite in evidence. The stack is a tile [DEPTH, R] in
-registers. A distribution whose every term is -inf stays -inf, where PyTorch returns NaN; NaN stays NaN.
+registers. A distribution whose every term is -inf stays -inf, where PyTorch returns NaN.
 
-For gradients the forward stores a tape of one vector per instruction. The backward runs the instructions in reverse on
-the adjoints of the machine's registers; README.md derives it. Nothing is summed across instances: both are
-deterministic, and a circuit's result does not depend on its batch.
+For gradients the forward stores a tape of one vector per instruction; the backward runs them in reverse (README.md).
+Nothing is summed across instances: a circuit's result does not depend on its batch.
 """
 
 from __future__ import annotations
@@ -138,19 +137,10 @@ def advance(program_ptr, k, weights, stack, message, inner_ptr, r, R: tl.constex
 
 @triton.jit(do_not_specialize=["m", "num_inner", "num_kept"])
 def _filter(
-    program_ptr,
-    root_ptr,
-    inner_ptr,
-    evidence_ptr,
-    weights_ptr,
-    tape_ptr,
-    m,
-    r,
-    num_inner,
-    num_kept,
-    R: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
+    program_ptr, root_ptr, inner_ptr, evidence_ptr, weights_ptr, tape_ptr,
+    m, r, num_inner, num_kept,
+    R: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
     circuit = tl.program_id(0).to(tl.int64)
     evidence_ptr += circuit * m * r
     inner_ptr += circuit * num_inner * r * r
@@ -239,21 +229,11 @@ def _retreat(
 
 @triton.jit(do_not_specialize=["m", "num_inner", "num_kept"])
 def _filter_backward(
-    program_ptr,
-    root_ptr,
-    inner_ptr,
-    tape_ptr,
-    grad_weights_ptr,
-    grad_evidence_ptr,
-    grad_root_ptr,
-    grad_inner_ptr,
-    m,
-    r,
-    num_inner,
-    num_kept,
-    R: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
+    program_ptr, root_ptr, inner_ptr, tape_ptr,
+    grad_weights_ptr, grad_evidence_ptr, grad_root_ptr, grad_inner_ptr,
+    m, r, num_inner, num_kept,
+    R: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
     circuit = tl.program_id(0).to(tl.int64)
     inner_ptr += circuit * num_inner * r * r
     grad_inner_ptr += circuit * num_inner * r * r
@@ -304,24 +284,14 @@ def _forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Return log pi [B, m, r] and, with `keep`, the tape [B, N, r] of the instructions of lists 0 to m - 1."""
     batch, m, r = evidence.shape
-    table, options = _options(program, r, evidence.device)
+    options = _options(program, r, evidence.device)
     num_kept = sum(map(len, program[:m]))
     weights = torch.empty(batch, m, r, dtype=torch.float32, device=evidence.device)
     tape = weights.new_empty(batch, num_kept, r) if keep else None
     if batch:
-        _filter[(batch,)](
-            program_ptr=table,
-            root_ptr=root_logits,
-            inner_ptr=inner_logits,
-            evidence_ptr=evidence,
-            weights_ptr=weights,
-            tape_ptr=tape,
-            m=m,
-            r=r,
-            num_inner=inner_logits.shape[1],
-            num_kept=num_kept,
-            **options,
-        )
+        inputs = {"root_ptr": root_logits, "inner_ptr": inner_logits, "evidence_ptr": evidence}
+        sizes = {"m": m, "num_inner": inner_logits.shape[1], "num_kept": num_kept}
+        _filter[(batch,)](**inputs, weights_ptr=weights, tape_ptr=tape, **sizes, **options)
     return weights, tape
 
 
@@ -330,34 +300,21 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of evidence [B, m, r], root logits [B, r] and inner logits [B, F, r, r], float32."""
     batch, m, r = grad_weights.shape
-    table, options = _options(program, r, grad_weights.device)
+    options = _options(program, r, grad_weights.device)
     grad_evidence = torch.empty(batch, m, r, dtype=torch.float32, device=grad_weights.device)
     grad_root = grad_evidence.new_empty(batch, r)
     grad_inner = grad_evidence.new_zeros(inner_logits.shape)  # zeros: sums of later tokens have no gradient
     if batch:
-        _filter_backward[(batch,)](
-            program_ptr=table,
-            root_ptr=root_logits,
-            inner_ptr=inner_logits,
-            tape_ptr=tape,
-            grad_weights_ptr=grad_weights,
-            grad_evidence_ptr=grad_evidence,
-            grad_root_ptr=grad_root,
-            grad_inner_ptr=grad_inner,
-            m=m,
-            r=r,
-            num_inner=inner_logits.shape[1],
-            num_kept=tape.shape[1],
-            **options,
-        )
+        inputs = {"root_ptr": root_logits, "inner_ptr": inner_logits, "tape_ptr": tape}
+        grads = {"grad_weights_ptr": grad_weights, "grad_evidence_ptr": grad_evidence}
+        grads |= {"grad_root_ptr": grad_root, "grad_inner_ptr": grad_inner}
+        sizes = {"m": m, "num_inner": inner_logits.shape[1], "num_kept": tape.shape[1]}
+        _filter_backward[(batch,)](**inputs, **grads, **sizes, **options)
     return grad_evidence, grad_root, grad_inner
 
 
-def _options(program: Program, r: int, device: torch.device) -> tuple[Tensor, dict[str, int]]:
-    """The encoded program, and sizes of a launch.
-
-    Warps: at most 8 values of a tile [R, R] per thread; with 16 of r = 64 ptxas spills on sm_80.
-    """
+def _options(program: Program, r: int, device: torch.device) -> dict[str, Any]:
+    """The encoded program, and sizes of a launch."""
     table, depth = encode(program, device)
-    num_warps = 1 if r <= 16 else 4 if r <= 32 else 16
-    return table, {"R": triton.next_power_of_2(r), "DEPTH": depth, "num_warps": num_warps}
+    num_warps = 1 if r <= 16 else 4 if r <= 32 else 16  # with 16 values per thread of r = 64 ptxas spills on sm_80
+    return {"program_ptr": table, "r": r, "R": triton.next_power_of_2(r), "DEPTH": depth, "num_warps": num_warps}

@@ -15,15 +15,12 @@ __all__ = ["evidence_of", "logits", "terms", "terms_of"]
 
 
 def terms(states: Tensor, weight: Tensor, token: Tensor) -> Tensor:
-    """Return the log-normaliser and the logit of a token; on a GPU without storing the logits.
+    """Return log-normaliser and logit [B, 2, r] float32 of token [B] int64, on a GPU without storing the logits.
 
     Args:
         states: [B, r or 1, D].
         weight: [r, V, D].
-        token: [B] int64; a token outside 0 .. V - 1 has a logit of -inf.
-
-    Returns:
-        [B, 2, r] float32.
+        token: [B]; outside 0 .. V - 1 its logit is -inf.
     """
     if not states.is_cuda:
         return naive.terms(states, weight, token)

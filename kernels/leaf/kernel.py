@@ -3,9 +3,8 @@
     1. every tile: per state its largest logit, the sum of exp(logit - largest) and the token's logit, if in the tile
     2. every (request, component): the log of the whole sum, next to the token's logit
 
-A tile is BLOCK_V rows of one unembedding times BLOCK_B states, accumulated in float32. Instances that differ only in
-their states are neighbours, so weights beyond the first BLOCK_B requests come from the cache. Block sizes are derived
-from registers and shared memory; they are not measured.
+A tile is BLOCK_V rows of one unembedding times BLOCK_B states, accumulated in float32. Block sizes are derived from
+registers and shared memory; they are not measured.
 """
 
 from __future__ import annotations
@@ -25,21 +24,10 @@ WIDEN: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 @triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=["token_ptr"])
 def _tiles(
-    state_ptr,
-    state_stride,
-    state_stride_z,
-    weight_ptr,
-    token_ptr,
-    top_ptr,
-    sum_ptr,
-    picked_ptr,
-    batch,
-    r,
-    vocab_size,
-    hidden_size,
-    BLOCK_B: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    state_ptr, state_stride, state_stride_z, weight_ptr, token_ptr, top_ptr, sum_ptr, picked_ptr,
+    batch, r, vocab_size, hidden_size,
+    BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Maximum, sum of exp and the token's logit of one tile [BLOCK_V, BLOCK_B] of logits of component z."""
     z = tl.program_id(2).to(tl.int64)
     b = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -97,33 +85,27 @@ def terms(states: Tensor, weight: Tensor, token: Tensor) -> Tensor:
     top, mass = (states.new_empty(batch, r, num_blocks, dtype=torch.float32) for _ in range(2))
     picked = states.new_empty(batch, r, dtype=torch.float32)
     block_b = min(MAX_BLOCK_B, max(16, triton.next_power_of_2(batch)))  # tl.dot takes 16 and more
+    shared = {
+        "token_ptr": token,
+        "top_ptr": top,
+        "sum_ptr": mass,
+        "picked_ptr": picked,
+        "r": r,
+        "vocab_size": vocab_size,
+    }
     _tiles[(triton.cdiv(batch, block_b), num_blocks, r)](
+        **shared,
         state_ptr=states,
         state_stride=states.stride(0),
         state_stride_z=states.stride(1) if states.shape[1] > 1 else 0,
         weight_ptr=weight.contiguous(),
-        token_ptr=token,
-        top_ptr=top,
-        sum_ptr=mass,
-        picked_ptr=picked,
         batch=batch,
-        r=r,
-        vocab_size=vocab_size,
         hidden_size=hidden_size,
         BLOCK_B=block_b,
         BLOCK_D=128 if states.element_size() == 2 else 32,  # several tiles at once must fit shared memory
     )
-    _join_terms[(batch, r)](
-        top_ptr=top,
-        sum_ptr=mass,
-        picked_ptr=picked,
-        token_ptr=token,
-        out_ptr=out,
-        r=r,
-        vocab_size=vocab_size,
-        num_blocks=num_blocks,
-        BLOCKS=triton.next_power_of_2(num_blocks),
-    )
+    blocks = triton.next_power_of_2(num_blocks)
+    _join_terms[(batch, r)](**shared, out_ptr=out, num_blocks=num_blocks, BLOCKS=blocks)
     return out
 
 

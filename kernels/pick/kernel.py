@@ -79,15 +79,8 @@ def pick(logits: Tensor, u: Tensor) -> Tensor:
     num_blocks = triton.cdiv(vocab_size, BLOCK)
     top = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits.device)
     sums = torch.empty(num_rows, num_blocks, dtype=torch.float64, device=logits.device)
-    shared = {
-        "logits_ptr": logits,
-        "row_stride": logits.stride(0),
-        "top_ptr": top,
-        "sum_ptr": sums,
-        "vocab_size": vocab_size,
-        "BLOCK": BLOCK,
-        "num_warps": 8,
-    }
+    shared = {"logits_ptr": logits, "row_stride": logits.stride(0), "top_ptr": top, "sum_ptr": sums}
+    shared |= {"vocab_size": vocab_size, "BLOCK": BLOCK, "num_warps": 8}
     _sum_blocks[(num_rows, num_blocks)](**shared)
     blocks = triton.next_power_of_2(num_blocks)
     _pick_rows[(num_rows,)](**shared, u_ptr=u.contiguous(), token_ptr=token, BLOCKS=blocks)

@@ -1,7 +1,6 @@
 """A uniform number for every (seed, position): MurmurHash3 (Appleby, x86 32 bits) of the 16 bytes of the two.
 
-There is no state: u is a function of seed and position, on every device and in every order. The hash's own seed is
-DOMAIN, so that other hashes of the same pair give independent streams.
+The hash's own seed is DOMAIN, so that other hashes of the same pair give independent streams.
 """
 
 from __future__ import annotations
