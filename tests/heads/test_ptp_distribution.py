@@ -1,11 +1,23 @@
-"""The processed distribution and the intervals of u: vLLM's rule, and every u inside an interval picks its token."""
+"""The processed distribution, the intervals of u that pick its tokens, and drafts by u from an approximate one."""
 
 from __future__ import annotations
+
+from statistics import NormalDist
 
 import pytest
 import torch
 
-from vllm_mtpc.heads.ptp.distribution import STEPS, edges, processed, u_inside
+from vllm_mtpc.config.ptp_config import PtpConfig
+from vllm_mtpc.heads.ptp.distribution import (
+    STEPS,
+    conditional,
+    draft_tokens,
+    edges,
+    log_likelihood,
+    processed,
+    reads_u,
+    u_inside,
+)
 from vllm_mtpc.kernels.pick import pick
 
 LOGITS = torch.randn(40, 60, generator=torch.Generator().manual_seed(0)) * 3
@@ -65,3 +77,122 @@ def test_u_inside_is_uniform_for_sampled_tokens() -> None:
     u = u_inside(left, right, torch.rand(len(tokens), generator=generator)).sort().values
     steps = (torch.arange(len(u)) + 1) / len(u)
     assert (u - steps).abs().max() < 1.95 / len(u) ** 0.5  # Kolmogorov-Smirnov: passed by 99.9 % of uniform samples
+
+
+TARGET = {"model_type": "llama", "hidden_size": 8, "vocab_size": 5, "num_hidden_layers": 2}
+NORMAL = NormalDist()
+
+
+def some(rows: int, vocab_size: int = 30, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn(rows, vocab_size, generator=generator)
+    return logits, torch.randint(STEPS, (rows,), generator=generator).float() / STEPS
+
+
+def head(**options) -> PtpConfig:
+    return PtpConfig.create(**{"variant": "o-ptp", "window": 4, "target": TARGET, "verifier": "t", **options})
+
+
+def written_down(logits: torch.Tensor, u: float, trust: float) -> list[float]:
+    """In Python's float64, token by token."""
+    probabilities = logits.double().softmax(0).tolist()
+    b, below, found, total = NORMAL.inv_cdf(u + 0.5 / STEPS), 0.0, [], 0.0
+    for token, mass in enumerate(probabilities):
+        total += mass
+        last = token == len(probabilities) - 1
+        edge = 1.0 if last else NORMAL.cdf((NORMAL.inv_cdf(total) - trust * b) / (1 - trust**2) ** 0.5)
+        found.append(edge - below)
+        below = edge
+    return found
+
+
+@pytest.mark.parametrize("trust", [0.2, 0.87, 0.99])
+def test_conditional_equals_its_formula(trust: float) -> None:
+    """float64 against float64, up to the rounding of two inverse functions."""
+    logits, u = some(50)
+    u[0], u[1] = 0.0, 1 - 1 / STEPS
+    wanted = [written_down(row, number, trust) for row, number in zip(logits, u.tolist(), strict=True)]
+    assert (conditional(logits, u, trust) - torch.tensor(wanted, dtype=torch.double)).abs().max() < 1e-9
+
+
+def test_mean_over_u_is_the_distribution() -> None:
+    """A grid of 2^14 u; the middle of a cell misses the mean over it by less than a cell."""
+    grid = torch.arange(1 << 14) / (1 << 14)
+    for logits in some(3, seed=1)[0]:
+        mean = conditional(logits.expand(len(grid), -1), grid, 0.8).mean(0)
+        assert (mean - logits.double().softmax(0)).abs().max() < 2 / len(grid)
+
+
+def test_limits_of_trust_are_pick_and_argmax() -> None:
+    """Near 1, u must lie within about 1e-3 of an edge to name another token than Pick: 30 edges, so 3 % at most."""
+    logits, u = some(4000)
+    assert (conditional(logits, u, 1 - 1e-6).argmax(-1) == pick(logits, u)).double().mean() > 0.97
+    assert torch.equal(conditional(logits, u, 1e-6).argmax(-1), logits.argmax(-1))
+    assert (conditional(logits, u, 0.5).argmax(-1) != pick(logits, u)).any()
+
+
+def test_tokens_without_mass_are_never_drafted() -> None:
+    logits, u = some(500)
+    gone = torch.rand(logits.shape, generator=torch.Generator().manual_seed(2)) < 0.9
+    gone[:, 7] = False
+    logits[gone] = -torch.inf
+    logits[:100, 7], logits[:100, 8] = 3.0, torch.nan
+    found = conditional(logits, u, 0.9)
+    assert found.isfinite().all()
+    assert not found[~(logits > -torch.inf)].any()
+    assert torch.isfinite(logits.gather(-1, found.argmax(-1)[:, None])).all()
+
+
+def test_trust_beats_pick_and_argmax_for_an_approximate_distribution() -> None:
+    """The target's logits are the row's with noise of deviation 1; 20,000 draws, standard error 0.35 %."""
+    logits, u = some(20000)
+    noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(3))
+    wanted = pick(logits + noise, u)
+    found = conditional(logits, u, 0.9).argmax(-1), pick(logits, u), logits.argmax(-1)
+    by_trust, by_pick, by_argmax = ((drafts == wanted).double().mean().item() for drafts in found)
+    assert by_trust > by_pick + 0.03 and by_trust > by_argmax + 0.13
+
+
+def test_likelihood_is_that_of_the_formula_with_finite_gradients() -> None:
+    """float32 with edges kept 1e-6 away from 0 and 1, against float64."""
+    logits, u = some(2000)
+    u[:2] = torch.tensor([0.0, 1 - 1 / STEPS])
+    logits[2] = torch.linspace(-80, 0, 30)  # nearly all mass on one token
+    tokens = pick(logits, u)
+    logits.requires_grad_()
+    found = log_likelihood(logits, u, tokens, 0.87, 0.1)
+    with torch.no_grad():
+        wanted = 0.1 * logits.double().softmax(-1) + 0.9 * conditional(logits, u, 0.87)
+    at = tokens[:, None]
+    assert (found.detach().double().exp() - wanted.gather(-1, at)[:, 0]).abs().max() < 2e-4
+    found.sum().backward()
+    assert logits.grad.isfinite().all() and logits.grad[3:].abs().amax(-1).gt(0).all()
+
+
+def test_gradient_of_the_likelihood_equals_differences() -> None:
+    logits, u = some(6, vocab_size=5, seed=4)
+    logits, tokens = logits.double().requires_grad_(), pick(logits, u)
+    found = torch.autograd.grad(log_likelihood(logits, u, tokens, 0.8, 0.1).sum(), logits)[0]
+    with torch.no_grad():
+        step = 1e-2  # in float32 the likelihood is known to 1e-6, so slopes to about 1e-4
+        for token in range(5):
+            shift = torch.zeros(5).double()
+            shift[token] = step
+            rise = [log_likelihood(logits + sign * shift, u, tokens, 0.8, 0.1) for sign in (1, -1)]
+            slope = (rise[0] - rise[1]).double() / (2 * step)
+            assert (found[:, token] - slope).abs().max() < 5e-3
+
+
+def test_drafts_follow_the_variant_of_the_config() -> None:
+    logits, u = some(200, vocab_size=5)
+    expected = {
+        "o-ptp": logits.argmax(-1),
+        "independent": logits.argmax(-1),
+        "c-ptp": pick(logits, u),
+        "late": conditional(logits, u, 0.8).argmax(-1),
+    }
+    assert len({tuple(drafts.tolist()) for drafts in expected.values()}) == 3
+    for variant, drafts in expected.items():
+        config = head(variant=variant, distribution_trust=0.8 if variant == "late" else None)
+        assert torch.equal(draft_tokens(config, logits, u), drafts)
+        assert reads_u(config) == (variant in ("c-ptp", "late"))

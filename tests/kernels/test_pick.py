@@ -83,22 +83,19 @@ def test_equals_searchsorted_at_sizes(vocab: int) -> None:
     assert got.tolist() == [searched(row, number) for row, number in zip(logits, u, strict=True)]
 
 
-def test_edge_belongs_to_the_next_token() -> None:
-    assert [picked([0, 0, 0, 0], u) for u in (0, 0.25, 0.5, 0.75, LARGEST)] == [0, 1, 2, 3, 3]
-    assert [picked([0, -INF, -INF, 0], u) for u in (0.25, 0.5, 0.75)] == [0, 3, 3]
-
-
-@pytest.mark.parametrize("at", [0, 3, 6])
-def test_the_only_token_is_picked(at: int) -> None:
-    row = [-INF] * 7
-    row[at] = -40.0
-    assert [picked(row, u) for u in (0.0, 0.5, LARGEST, 1.0)] == [at] * 4
-
-
-def test_token_without_mass_is_never_picked() -> None:
-    row = [-INF, -INF, 1.0, -INF, 2.0, float("nan"), -INF]
-    assert [picked(row, u) for u in (0.0, 0.9, LARGEST, 1.0)] == [2, 4, 4, 4]
-    assert picked([-INF] * 3, 0.5) == 2 and picked([float("nan")] * 3, 0.5) == 2
+@pytest.mark.parametrize(
+    "row, u, wanted",
+    [
+        ([0, 0, 0, 0], [0, 0.25, 0.5, 0.75, LARGEST], [0, 1, 2, 3, 3]),  # an edge belongs to the next token
+        ([0, -INF, -INF, 0], [0.25, 0.5, 0.75], [0, 3, 3]),
+        *(([-INF] * at + [-40.0] + [-INF] * (6 - at), [0.0, 0.5, LARGEST, 1.0], [at] * 4) for at in (0, 3, 6)),
+        ([-INF, -INF, 1.0, -INF, 2.0, float("nan"), -INF], [0.0, 0.9, LARGEST, 1.0], [2, 4, 4, 4]),
+        ([-INF] * 3, [0.5], [2]),
+        ([float("nan")] * 3, [0.5], [2]),
+    ],
+)
+def test_edges_and_tokens_without_mass(row: list[float], u: list[float], wanted: list[int]) -> None:
+    assert [picked(row, number) for number in u] == wanted
     assert pick(torch.zeros(0, 5), torch.zeros(0)).shape == (0,)
 
 

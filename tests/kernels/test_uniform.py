@@ -79,20 +79,16 @@ def correlation(first: np.ndarray, second: np.ndarray) -> float:
     return float(np.corrcoef(first, second)[0, 1] * np.sqrt(len(first)))
 
 
-@pytest.mark.parametrize("lag", [1, 2, 3, 16])
-def test_positions_are_independent(lag: int) -> None:
-    for seed in (0, 1, -1, 2**62 + 12345):
-        u = stream(seed)
-        assert pairs_p_value(u[:-lag], u[lag:]) > SIGNIFICANCE
-        assert abs(correlation(u[:-lag], u[lag:])) < 4.5
+LAGS = [(seed, seed, lag) for seed in (0, 1, -1, 2**62 + 12345) for lag in (1, 2, 3, 16)]
+SEEDS = [(0, other, shift) for other in (1, 2**31, 2**32, -1, 1 << 24) for shift in (0, 1, -1 % COUNT)]
 
 
-@pytest.mark.parametrize("other", [1, 2**31, 2**32, -1, 1 << 24])
-def test_seeds_are_independent(other: int) -> None:
-    """Also at shifted positions: no stream is another one moved."""
-    for shift in (0, 1, -1 % COUNT):
-        assert pairs_p_value(stream(0), stream(other, shift)) > SIGNIFICANCE
-        assert abs(correlation(stream(0), stream(other, shift))) < 4.5
+@pytest.mark.parametrize("seed, other, shift", [*LAGS, *SEEDS])
+def test_positions_and_seeds_are_independent(seed: int, other: int, shift: int) -> None:
+    """Also seeds at shifted positions: no stream is another one moved."""
+    first, second = stream(seed), stream(other, shift)
+    assert pairs_p_value(first, second) > SIGNIFICANCE
+    assert abs(correlation(first, second)) < 4.5
 
 
 def test_injected_pattern_is_found() -> None:

@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -152,10 +153,6 @@ def vllms_gumbel() -> ModuleType:
     return _read(folder / "v1" / "worker" / "gpu" / "sample" / "gumbel.py")
 
 
-def vllms_noise() -> Any:
-    return vllms_gumbel().gumbel_noised_argmax
-
-
 def empty(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=META)
 
@@ -249,57 +246,45 @@ def gathered() -> None:
     gather.place_query_rows(long[:3], long, long, table, 16, 8192, 8, long, long, ends)
 
 
-def served_tokens(model: str, given: tuple[Any, str, int, int, int]) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Leaves that look at the token before them, of a circuit and as a Markov head; given: as of `draft`."""
-    noise, name, n, _, vocab = given
-    yield f"{model} ff, token 256", lambda: draft(noise, "ff", n, 1, vocab, n - 1, token_rank=256)
-    for what, options in {
-        "token 32": {"token_rank": 32},
-        "token 64": {"token_rank": 64},
-        "token 64, float32": {"token_rank": 64, "dtype": WHOLE},
-        "token 64, argmax": {"token_rank": 64, "draw": False},
-        "token 64, float64": {"token_rank": 64, "use_fp64": True},
-    }.items():
-        yield f"{model} {name}, {what}", lambda options=options: draft(*given, n - 1, **options)
-    if vocab > SMALL_VOCAB:
-        yield f"{model} {name}, token 64, 2 ranks", lambda: draft(*given, n - 1, ranks=2, token_rank=64)
+# Other numbers of drafts, dtypes and options that a circuit is served with, and leaves that look at the token before
+DRAFTED: dict[str, dict[str, Any]] = {
+    "K=2": {"drafts": 2},
+    "float32": {"dtype": WHOLE},
+    "argmax": {"draw": False},
+    "float64": {"use_fp64": True},
+    "token 32": {"token_rank": 32},
+    "token 64": {"token_rank": 64},
+    "token 64, float32": {"token_rank": 64, "dtype": WHOLE},
+    "token 64, argmax": {"token_rank": 64, "draw": False},
+    "token 64, float64": {"token_rank": 64, "use_fp64": True},
+}
+DIVIDED: dict[str, dict[str, Any]] = {
+    "2 ranks": {"drafts": 2, "ranks": 2},
+    "8 ranks": {"drafts": 2, "ranks": 8},
+    "token 64, 2 ranks": {"ranks": 2, "token_rank": 64},
+}
 
 
 def served() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield a name and a call that launches it for every served shape."""
-    noise, others = vllms_noise(), [name for name in CIRCUITS if name != "ff"]
+    noise, last = vllms_gumbel().gumbel_noised_argmax, [name for name in CIRCUITS if name != "ff"][-1]
     heads = {"demo": (8, 8, 257), "EvaByte": (16, 32, 320), "Llama": (8, 8, 128_256), "Qwen": (8, 8, 151_936)}
     for model, (n, r, vocab) in heads.items():
         for name in CIRCUITS:
-            given = (noise, name, n, 1 if name == "ff" else r, vocab)
-            yield f"{model} {name}", lambda given=given, n=n: draft(*given, n - 1)
-        given = (noise, others[-1], n, r, vocab)
-        yield f"{model} {others[-1]}, K=2", lambda given=given: draft(*given, 2)
-        yield f"{model} {others[-1]}, float32", lambda given=given, n=n: draft(*given, n - 1, WHOLE)
-        yield f"{model} {others[-1]}, argmax", lambda given=given, n=n: draft(*given, n - 1, draw=False)
-        if vocab > SMALL_VOCAB:
-            for ranks in (2, 8):
-                yield (
-                    f"{model} {others[-1]}, {ranks} ranks",
-                    lambda given=given, ranks=ranks: draft(*given, 2, ranks=ranks),
-                )
-        yield from served_tokens(model, given)
-        yield f"{model} {others[-1]}, float64", lambda given=given, n=n: draft(*given, n - 1, use_fp64=True)
-    for model, sizes in {
-        "demo": (8, 257, 128),
-        "EvaByte": (32, 320, 4096),
-        "Llama": (1, 128_256, 4096),
-    }.items():
+            yield f"{model} {name}", partial(draft, noise, name, n, 1 if name == "ff" else r, vocab, n - 1)
+        yield f"{model} ff, token 256", partial(draft, noise, "ff", n, 1, vocab, n - 1, token_rank=256)
+        for what, options in (DRAFTED | DIVIDED if vocab > SMALL_VOCAB else DRAFTED).items():
+            yield f"{model} {last}, {what}", partial(draft, noise, last, n, r, vocab, **{"drafts": n - 1} | options)
+    for model, sizes in {"demo": (8, 257, 128), "EvaByte": (32, 320, 4096), "Llama": (1, 128_256, 4096)}.items():
         for batch in (2, 17, 64):
-            yield f"{model} B={batch}", lambda sizes=sizes, batch=batch: leaves(*sizes, batch)
-            yield f"{model} B={batch}, float32", lambda sizes=sizes, batch=batch: leaves(*sizes, batch, WHOLE)
+            yield f"{model} B={batch}", partial(leaves, *sizes, batch)
+            yield f"{model} B={batch}, float32", partial(leaves, *sizes, batch, WHOLE)
     for n, r in ((8, 8), (16, 32), (16, 64)):
         for name in CIRCUITS:
-            given = (name, n, 1 if name == "ff" else r)
-            yield f"training {name} n={n} r={r}", lambda given=given: filters(*given)
-    yield "training bfloat16", lambda: filters(others[-1], 8, 8, HALF)
+            yield f"training {name} n={n} r={r}", partial(filters, name, n, 1 if name == "ff" else r)
+    yield "training bfloat16", partial(filters, last, 8, 8, HALF)
     for vocab in (257, 320, 128_256, 151_936):
-        yield f"PTP V={vocab}", lambda vocab=vocab: coupled(vocab, 8)
+        yield f"PTP V={vocab}", partial(coupled, vocab, 8)
     yield "rows", gathered
 
 
