@@ -15,28 +15,8 @@ LOOP = "{%- for m in messages %}"
 HEADER = "{{ '<|' + m.role + '|>' }}"
 END = "{%- endfor %}{%- if add_generation_prompt %}{{ '<|assistant|>' }}{%- endif %}"
 PLAIN = LOOP + HEADER + "{{ m.content + '<|end|>\n' }}" + END
-ASSISTANT = "{%- if m.role == 'assistant' %}"
-# The marker around the content alone, around its end too, and around the line break as well.
-MARKED = {
-    "content": LOOP
-    + HEADER
-    + ASSISTANT
-    + "{% generation %}{{ m.content }}{% endgeneration %}{{ '<|end|>\n' }}"
-    + "{%- else %}{{ m.content + '<|end|>\n' }}{%- endif %}"
-    + END,
-    "content and end": LOOP
-    + HEADER
-    + ASSISTANT
-    + "{%- generation %}{{ m.content + '<|end|>' }}{%- endgeneration %}{{ '\n' }}"
-    + "{%- else %}{{ m.content + '<|end|>\n' }}{%- endif %}"
-    + END,
-    "content, end and line break": LOOP
-    + HEADER
-    + ASSISTANT
-    + "{% generation %}{{ m.content + '<|end|>\n' }}{% endgeneration %}"
-    + "{%- else %}{{ m.content + '<|end|>\n' }}{%- endif %}"
-    + END,
-}
+# With markers of transformers around the assistant's content, which change nothing.
+MARKED = LOOP + HEADER + "{% generation %}{{ m.content }}{% endgeneration %}{{ '<|end|>\n' }}" + END
 # Shows reasoning in the last turn only, as templates of reasoning models do.
 REASONING = (
     LOOP
@@ -84,7 +64,7 @@ EXPECTED = (
 )
 
 
-@pytest.mark.parametrize("template", [PLAIN, *MARKED.values()], ids=["no markers", *MARKED])
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["plain", "markers"])
 def test_assistant_turns_are_trained_with_their_end(template: str) -> None:
     tok = tokenizer(template)
     documents = encode_chat(CHAT, tok)
@@ -93,9 +73,8 @@ def test_assistant_turns_are_trained_with_their_end(template: str) -> None:
     assert documents[0][0] == tokens
 
 
-@pytest.mark.parametrize("template", [PLAIN, *MARKED.values()], ids=["no markers", *MARKED])
-def test_prompt_of_a_turn_equals_served_prompt(template: str) -> None:
-    tok = tokenizer(template)
+def test_prompt_of_a_turn_equals_served_prompt() -> None:
+    tok = tokenizer(PLAIN)
     [(tokens, trained)] = encode_chat(CHAT[:3], tok)
     prompt = tok.apply_chat_template(CHAT[:2], tokenize=True, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert tokens[: trained.index(True)] == prompt
@@ -106,9 +85,8 @@ def test_messages_after_the_last_assistant_turn_are_dropped() -> None:
     assert encode_chat([*CHAT, {"role": "user", "content": "Thanks"}], tok) == encode_chat(CHAT, tok)
 
 
-@pytest.mark.parametrize("template", [PLAIN, MARKED["content"]], ids=["no markers", "content"])
-def test_without_an_assistant_turn_nothing_is_trained(template: str) -> None:
-    tok = tokenizer(template)
+def test_without_an_assistant_turn_nothing_is_trained() -> None:
+    tok = tokenizer(PLAIN)
     assert shown(encode_chat(CHAT[:2], tok)[0], tok) == "<|system|>Be brief.<|end|>\n<|user|>2+2?<|end|>\n"
 
 
@@ -134,9 +112,7 @@ def test_turns_rendered_differently_become_documents() -> None:
 
 
 def test_template_without_generation_prompt_is_refused() -> None:
-    with pytest.raises(
-        UsageError, match=r"message 3, an assistant's, without its generation prompt.*generation %\} markers"
-    ):
+    with pytest.raises(UsageError, match=r"message 3, an assistant's, without its generation prompt"):
         encode_chat(CHAT, tokenizer(INCONSISTENT))
 
 

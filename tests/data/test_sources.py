@@ -262,10 +262,15 @@ def test_bad_bin_is_refused(tmp_path: Path, tokenizer) -> None:  # type: ignore[
         assert "bad.bin" in str(error.value)
 
     good = Path(bin_file(tmp_path / "good.bin", list(range(100)))).read_bytes()
-    for content, tokens in ((good[:-20], "90"), (good[:-21], r"89\.5"), (good + b"\0\0", "101"), (good[:1024], "0")):
-        refused(content, f"header names 100 tokens and the file holds {tokens}")
-    refused(good[:4] + b"\2" + good[5:], "version 2 of the .bin format")
-    refused(np.array([20240801], "<i4").tobytes() + good[4:], "magic number 20240801 is not 20240520")
+    for content, tokens in (
+        (good[:-20], "90.0"),
+        (good[:-21], "89.5"),
+        (good + b"\0\0", "101.0"),
+        (good[:1024], "0.0"),
+    ):
+        refused(content, rf"tokens \[20240520, 1, 100\]; \[20240520, 1, {tokens}\] are expected")
+    refused(good[:4] + b"\2" + good[5:], r"\[20240520, 2, 100\]; \[20240520, 1, 100\.0\] are expected")
+    refused(np.array([20240801], "<i4").tobytes() + good[4:], r"\[20240801, 1, 100\]; \[20240520, 1, 100\.0\]")
     refused(b"\1\0\2", "3 bytes of tokens; uint16 tokens are expected")
     refused(b"", "the file is empty")
     refused(Path(bin_file(tmp_path / "empty.bin", [])).read_bytes(), "0 bytes of tokens")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from vllm_mtpc.errors import UsageError, first_line
@@ -12,7 +10,6 @@ from vllm_mtpc.errors import UsageError, first_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-GENERATION = re.compile(r"\{%-?\s*generation\b")  # the template marks the assistant's text
 Document = tuple[list[int], list[bool]]  # token ids; which of them are trained
 
 
@@ -28,7 +25,7 @@ def encode_chat(messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokeniz
             generation prompt.
     """
     try:
-        template = tokenizer.get_chat_template()
+        tokenizer.get_chat_template()
     except ValueError:
         raise UsageError(
             "the target's tokenizer has no chat template, which messages need; give text or prompt_ids and "
@@ -38,14 +35,21 @@ def encode_chat(messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokeniz
         raise UsageError('messages must be a list of {"role": ..., "content": ...} of one message or more')
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     messages = messages[: turns[-1] + 1] if turns else messages
-    ends = {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)}
-    marked = bool(GENERATION.search(template)) and tokenizer.is_fast
-    if marked:
-        rendered = _render(messages, tokenizer, return_assistant_tokens_mask=True)
-        documents = [(list(rendered["input_ids"]), [bool(part) for part in rendered["assistant_masks"]])]
-    else:
-        documents = _by_prefixes(messages, turns, tokenizer)
-    return [(tokens, _end_turns(tokens, trained, ends, tokenizer, marked)) for tokens, trained in documents]
+    whole, single, agrees = _render(messages, tokenizer), [], True
+    trained = [False] * len(whole)
+    for turn in turns:
+        prompt, tokens = chat_prompt(messages[:turn], tokenizer), _render(messages[: turn + 1], tokenizer)
+        begin = len(prompt)
+        if tokens[:begin] != prompt or len(tokens) == begin:
+            raise UsageError(
+                f"the chat template renders message {turn + 1}, an assistant's, without its generation prompt "
+                "(add_generation_prompt); correct the template, or give prompt_ids and response_ids"
+            )
+        end = _end_of_turn(tokens, begin, tokenizer)
+        single.append((tokens, [begin <= index < end for index in range(len(tokens))]))
+        trained[begin:end] = [True] * (end - begin)
+        agrees = agrees and whole[: len(tokens)] == tokens
+    return [(whole, trained)] if agrees else single
 
 
 def is_chat(messages: object) -> bool:
@@ -59,14 +63,15 @@ def chat_prompt(messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokeniz
     Raises:
         UsageError: The template refuses the messages; the message starts with `origin`.
     """
-    return list(_render(messages, tokenizer, origin, add_generation_prompt=True)["input_ids"])
+    return _render(messages, tokenizer, origin, add_generation_prompt=True)
 
 
 def _render(
     messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, origin: str = "", **options: bool
-) -> dict[str, list[int]]:
+) -> list[int]:
     try:
-        return tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=True, **options)
+        rendered: Any = tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=True, **options)
+        return list(rendered["input_ids"])
     except Exception as error:  # templates are programs that raise any exception
         raise UsageError(
             f"{origin}the chat template refuses the messages: {first_line(error)}; correct them, or give text or "
@@ -74,42 +79,9 @@ def _render(
         ) from None
 
 
-def _by_prefixes(
-    messages: Sequence[dict[str, Any]], turns: list[int], tokenizer: PreTrainedTokenizerBase
-) -> list[Document]:
-    """Find the assistant's turns by rendering the conversation up to each of them."""
-    whole = list(_render(messages, tokenizer)["input_ids"])
-    trained, single, agrees = [False] * len(whole), [], True
-    for turn in turns:
-        prompt = chat_prompt(messages[:turn], tokenizer)
-        upto = list(_render(messages[: turn + 1], tokenizer)["input_ids"])
-        if upto[: len(prompt)] != prompt or len(upto) == len(prompt):
-            raise UsageError(
-                f"the chat template renders message {turn + 1}, an assistant's, without its generation prompt "
-                "(add_generation_prompt); put {% generation %} markers in the template, or give prompt_ids and "
-                "response_ids"
-            )
-        single.append((upto, [index >= len(prompt) for index in range(len(upto))]))
-        trained[len(prompt) : len(upto)] = [True] * (len(upto) - len(prompt))
-        agrees = agrees and whole[: len(upto)] == upto
-    return [(whole, trained)] if agrees else single
-
-
-def _end_turns(
-    tokens: list[int], trained: list[bool], ends: set[int], tokenizer: PreTrainedTokenizerBase, marked: bool
-) -> list[bool]:
-    """Return `trained` with every turn up to the special token that ends it.
-
-    White space after this token is left out. Template markers often end before it; it is then included.
-    """
-    exact, begin = list(trained), 0
-    for wanted, run in groupby(trained):
-        stop = begin + len(list(run))
-        if wanted:
-            last = next((index for index in range(stop - 1, begin - 1, -1) if tokens[index] in ends), None)
-            if last is not None and not tokenizer.decode(tokens[last + 1 : stop]).strip():
-                exact[last + 1 : stop] = [False] * (stop - last - 1)
-            elif marked and stop < len(tokens) and tokens[stop] in ends:
-                exact[stop] = True
-        begin = stop
-    return exact
+def _end_of_turn(tokens: list[int], begin: int, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the end of the turn from `begin` on: after the last special token if only white space follows it."""
+    ends = {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)}
+    last = next((index for index in reversed(range(begin, len(tokens))) if tokens[index] in ends), None)
+    is_ended = last is not None and not tokenizer.decode(tokens[last + 1 :]).strip()
+    return last + 1 if is_ended else len(tokens)

@@ -29,7 +29,7 @@ BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "c
 DATASET_SUFFIXES = (".parquet", ".arrow", ".csv")  # a folder of these is a data set
 BATCH = 64  # records that are tokenised together: fast tokenizers use all cores
 BIN_MAGIC, BIN_VERSION, BIN_HEADER_BYTES = 20240520, 1, 256 * 4
-OTHER_MAGICS = range(20200101, 20400101)  # other formats of this family; the number is a date
+MAGICS = range(20200101, 20400101)  # of all formats of this family; the number is a date
 Record = dict[str, Any]
 Encoded = tuple[Sequence[int] | np.ndarray, Sequence[bool] | np.ndarray]  # token ids; which of them are trained
 
@@ -248,22 +248,17 @@ def read_bin(path: Path) -> np.ndarray:
     Raises:
         UsageError: The file is truncated or of another format.
     """
-    size, offset = path.stat().st_size, 0
     header = np.fromfile(path, "<i4", 256)
-    if size >= BIN_HEADER_BYTES and header[0] == BIN_MAGIC:
-        offset = BIN_HEADER_BYTES
-        if header[1] != BIN_VERSION:
-            raise UsageError(f"{path}: version {header[1]} of the .bin format; only version {BIN_VERSION} is known")
-        present = (size - offset) / 2
-        if present != header[2]:
-            raise UsageError(
-                f"{path}: the header names {header[2]} tokens and the file holds {present:g}; it is damaged, write it "
-                "again"
-            )
-    elif len(header) == 256 and header[0] in OTHER_MAGICS and not header[8:].any():
-        raise UsageError(f"{path}: magic number {header[0]} is not {BIN_MAGIC}; only .bin files of uint16 are read")
-    if (size - offset) % 2 or size == offset:
-        raise UsageError(f"{path}: {size - offset} bytes of tokens; uint16 tokens are expected, write the file again")
+    has_header = len(header) == 256 and header[0] in MAGICS and not header[8:].any()
+    offset = BIN_HEADER_BYTES if has_header else 0
+    size = path.stat().st_size - offset
+    if has_header and header[:3].tolist() != [BIN_MAGIC, BIN_VERSION, size / 2]:
+        raise UsageError(
+            f"{path}: the header has magic number, version and tokens {header[:3].tolist()}; "
+            f"{[BIN_MAGIC, BIN_VERSION, size / 2]} are expected, write the file again with uint16 tokens"
+        )
+    if size % 2 or not size:
+        raise UsageError(f"{path}: {size} bytes of tokens; uint16 tokens are expected, write the file again")
     return np.memmap(path, "<u2", "r", offset)
 
 
