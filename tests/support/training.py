@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 from accelerate import Accelerator
 
+from vllm_mtpc.cli import main
 from vllm_mtpc.data.rows import pack
 from vllm_mtpc.data.sources import Documents
 from vllm_mtpc.hf import Target
@@ -18,6 +22,7 @@ V = 12
 
 
 def flags(place: Path, out: str, **changes: object) -> list[str]:
+    """Flags of a small run; those that are None or False are left out."""
     values = {
         "target": place / "target",
         "data": place / "text.jsonl",
@@ -36,11 +41,31 @@ def flags(place: Path, out: str, **changes: object) -> list[str]:
         "device": "cpu",
         "block_rows": 6,
     }
+    if changes.get("head") == "ptp":
+        values |= {"circuit": None, "components": None}
     words = []
     for name, value in (values | changes).items():
-        flag = "--" + name.replace("_", "-")
-        words += [flag] * bool(value) if isinstance(value, bool) else [flag, str(value)]
+        if value is not None and value is not False:
+            flag = "--" + name.replace("_", "-")
+            words += [flag] if value is True else [flag, str(value)]
     return words
+
+
+def train(place: Path, out: str, **changes: object) -> Path:
+    """A small run by the command; returns its folder."""
+    assert main(["train", *flags(place, out, **changes)]) == 0
+    return place / out
+
+
+def refused(capsys: pytest.CaptureFixture[str], place: Path, out: str, **changes: object) -> str:
+    """The error of a run that is refused."""
+    capsys.readouterr()
+    assert main(["train", *flags(place, out, **changes)]) == 1
+    return capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def record_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "provenance.json").read_text())
 
 
 def random_documents(count: int = 30, seed: int = 0) -> Documents:

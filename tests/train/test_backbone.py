@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from transformers import Phi3Config, Phi3ForCausalLM
 
-from tests.support.training import flags, losses, make_trainer, options_for, random_documents
+from tests.support.training import losses, make_trainer, options_for, random_documents, record_of, refused, train
 from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.cli import main
 from vllm_mtpc.data.rows import Rows, pack
@@ -112,8 +111,8 @@ def test_backbone_splits_fused_projections_and_reports_missing_weights(place, tm
     for file in (place / "target").glob("*token*"):
         shutil.copy(file, tmp_path / "phi")
     given = {"head": "backbone", "backbone_layers": 2, "component_rank": 2, "target": tmp_path / "phi"}
-    assert main(["train", *flags(place, "phi", **given, dry_run=True, dtype="float32")]) == 0
-    for ours, layer in zip(load_head(place / "phi")[1].backbone.layers, theirs.model.layers, strict=True):
+    out = train(place, "phi", **given, dry_run=True, dtype="float32")
+    for ours, layer in zip(load_head(out)[1].backbone.layers, theirs.model.layers, strict=True):
         attention, mlp = ours.self_attn, ours.mlp
         fused = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
         assert torch.equal(torch.cat(fused), layer.self_attn.qkv_proj.weight)
@@ -124,12 +123,11 @@ def test_backbone_splits_fused_projections_and_reports_missing_weights(place, tm
     copied, missing = re.search(r"copied: (.*); not copied: (.*)\n", said).groups()
     assert "self_attn.q_proj" in copied and "mlp.up_proj" in copied
     assert missing == "self_attn.q_norm, self_attn.k_norm"
-    assert main(["train", *flags(place, "narrow", **given, dry_run=True, backbone_width=16)]) == 0
+    train(place, "narrow", **given, dry_run=True, backbone_width=16)
     missing = re.search(r"; not copied: (.*)\n", capsys.readouterr().err)[1]
     assert all(f"mlp.{name}_proj" in missing for name in ("gate", "up", "down"))
-    trained = flags(place, "card", **given, max_steps=1)
-    assert main(["train", *trained]) == 0
-    assert "and last layers (copied: norm, self_attn.q_proj" in (place / "card" / "README.md").read_text()
+    card = (train(place, "card", **given, max_steps=1) / "README.md").read_text()
+    assert "and last layers (copied: norm, self_attn.q_proj" in card
 
 
 def test_measured_backbone_states_match_single_windows(tiny_target, tmp_path):
@@ -151,21 +149,20 @@ def test_measured_backbone_states_match_single_windows(tiny_target, tmp_path):
 def test_circuit_trains_on_frozen_backbone(place, capsys):
     """From text to a head, then another circuit with tokens on the same draft layers; measured, shown, and refused."""
     mine = BACKBONE | {"circuit": "ff", "components": 1, "component_rank": 0, "max_steps": 2}
-    assert main(["train", *flags(place, "drafter", **mine)]) == 0
-    more = {"circuit": "hmm", "init_from": place / "drafter", "freeze_backbone": True, "token_rank": 2, "max_steps": 2}
+    drafter = train(place, "drafter", **mine)
+    more = {"circuit": "hmm", "init_from": drafter, "freeze_backbone": True, "token_rank": 2, "max_steps": 2}
     more |= {"head": "backbone", "component_rank": 4}  # its sizes are those of init_from
-    assert main(["train", *flags(place, "circuit", **more)]) == 0
-    assert main(["train", *flags(place, "none", **more | {"circuit": "ff", "components": 1, "token_rank": 0})]) == 1
-    assert "nothing is left to learn; set components or token_rank" in capsys.readouterr().err
-    config, head = load_head(place / "circuit")
-    source = load_head(place / "drafter")[1].backbone.state_dict()
+    out = train(place, "circuit", **more)
+    error = refused(capsys, place, "none", **more | {"circuit": "ff", "components": 1, "token_rank": 0})
+    assert "nothing is left to learn; set components or token_rank" in error
+    config, head = load_head(out)
+    source = load_head(drafter)[1].backbone.state_dict()
     assert all(torch.equal(value, source[name]) for name, value in head.backbone.state_dict().items())
     assert (config.head, config.token_rank, config.component_rank) == ("backbone", 2, 4)
     assert head.token_target.any() and head.component_in.shape == (4, 2, 4, 32)
-    results = json.loads((place / "circuit" / "provenance.json").read_text())["figures"]
-    assert 1 <= results["t1"]["tokens_per_step"] <= 4
-    assert "Model Runner V2 alone" in (place / "circuit" / "README.md").read_text()
-    assert main(["inspect", str(place / "circuit")]) == 0
+    assert 1 <= record_of(out)["figures"]["t1"]["tokens_per_step"] <= 4
+    assert "Model Runner V2 alone" in (out / "README.md").read_text()
+    assert main(["inspect", str(out)]) == 0
     data = ["--data", str(place / "text.jsonl"), "--sequences", "3", "--prompt-tokens", "8", "--new-tokens", "10"]
     assert main(["eval", str(place / "circuit"), *data, "--device", "cpu"]) == 0
 

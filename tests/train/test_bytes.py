@@ -11,7 +11,7 @@ import torch
 
 from tests.support import byte_llama_reference as byte_llama
 from tests.support import evabyte_reference as evabyte
-from tests.support.training import flags
+from tests.support.training import record_of, refused, train
 from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.cli import main
 from vllm_mtpc.data.sources import load_documents
@@ -51,28 +51,18 @@ def changed(**more: Any) -> dict[str, Any]:
 
 
 def test_a_head_is_trained_and_measured(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", *flags(place, "head", **changed())]) == 0
-    head, data = (
-        str(place / "head"),
-        ["--data", str(place / "text.jsonl"), "--prompt-tokens", "8", "--new-tokens", "12"],
-    )
+    head = str(train(place, "head", **changed()))
+    data = ["--data", str(place / "text.jsonl"), "--prompt-tokens", "8", "--new-tokens", "12"]
     capsys.readouterr()
     assert main(["eval", head, *data, "--sequences", "2", "--device", "cpu"]) == 0
     assert "tokens/step, expected" in capsys.readouterr().out
-
-
-def test_draft_layers_go_on_from_a_trained_head(place: Path) -> None:
-    assert main(["train", *flags(place, "before", **changed())]) == 0
-    more = changed(init_from=place / "before", lora_layers=1)
-    assert main(["train", *flags(place, "layers", **more)]) == 0
-    figures = json.loads((place / "layers" / "provenance.json").read_text())["figures"]
-    assert load_head(place / "layers")[0].lora_layers == 1 and figures["t1"]["tokens_per_step"] >= 1
+    layers = train(place, "layers", **changed(init_from=head, lora_layers=1))  # they go on from the trained head
+    assert load_head(layers)[0].lora_layers == 1 and record_of(layers)["figures"]["t1"]["tokens_per_step"] >= 1
 
 
 def test_ptp_heads_are_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--head", "ptp", "--window", "4", "--data", str(place / "text.jsonl"), "--out", str(place / "ptp")]
-    assert main(["train", "--target", str(place / "target"), *words]) == 1
-    assert "a PTP head needs a llama-like target; name another target, or another head" in capsys.readouterr().err
+    wanted = "a PTP head needs a llama-like target; name another target, or another head"
+    assert wanted in refused(capsys, place, "ptp", head="ptp")
 
 
 def test_answers_alone_are_learnt(place: Path) -> None:
@@ -90,8 +80,10 @@ def test_evabyte_starts_at_its_own_eight_heads(place: Path) -> None:
     if target.unembedding is target.lm_head.weight:
         pytest.skip("this target has one prediction head, and nothing to begin the others with")
     more = changed(circuit="ff", components=1, window=10, max_steps=1, learning_rate=1e-9, evaluation_sequences=0)
-    assert main(["train", *flags(place, "eight", **more)]) == 0
-    head, blocks = load_head(place / "eight")[1], target.unembedding.view(-1, target.vocab_size, target.hidden_size)
+    head, blocks = (
+        load_head(train(place, "eight", **more))[1],
+        target.unembedding.view(-1, target.vocab_size, target.hidden_size),
+    )
     hidden = target.hidden(torch.arange(64, 104)[None])[0]
     leaf = head(hidden).leaf[:, :, 0]  # [B, n, V]
     theirs = torch.stack([(hidden @ block.T).log_softmax(-1) for block in blocks], 1)  # [B, 8, V]
@@ -106,12 +98,10 @@ def test_draft_layers_go_on_from_the_eight_heads(place: Path) -> None:
         pytest.skip("this target has one prediction head, and nothing to begin the others with")
     assert main(["token-heads", str(place / "target"), "--out", str(place / "own")]) == 0
     more = changed(init_from=place / "own", window=8, circuit="ff", components=1, lora_layers=1, max_steps=2)
-    assert main(["train", *flags(place, "on", **more)]) == 0
-    assert load_head(place / "on")[0].lora_layers == 1
+    assert load_head(train(place, "on", **more))[0].lora_layers == 1
 
 
 def test_a_backbone_starts_at_norms_that_scale_as_the_targets_do(place: Path) -> None:
     more = {"head": "backbone", "circuit": "ff", "components": 1, "dry_run": True}
-    assert main(["train", *flags(place, "backbone", **more)]) == 0
-    norm = load_head(place / "backbone")[1].backbone.norm.weight
+    norm = load_head(train(place, "backbone", **more))[1].backbone.norm.weight
     assert (norm - 1).abs().max() < 0.5

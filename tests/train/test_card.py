@@ -17,29 +17,11 @@ from vllm_mtpc.engine.provenance import public
 from vllm_mtpc.train.card import circuit_card, provenance
 from vllm_mtpc.train.options import TrainOptions, parse
 
-T1 = {
-    "tokens_per_step": 1.75,
-    "standard_error": 0.0312,
-    "per_position": [0.5, 0.25],
-    "anywhere": 1.8125,
-    "sequences": 6,
-    "contexts": 123,
-    "steps": 70.5,
-    "target_bits": 2.125,
-    "joint_bits": 3.25,
-    "bytes_per_token": None,
-}
+T1 = {"tokens_per_step": 1.75, "standard_error": 0.0312, "per_position": [0.5, 0.25], "anywhere": 1.8125}
+T1 |= {"sequences": 6, "contexts": 123, "steps": 70.5, "target_bits": 2.125, "joint_bits": 3.25}
 T0 = {**T1, "tokens_per_step": 2.5, "per_position": [0.8]}
-RUN = {
-    "steps": 1300,
-    "minutes": 3.25,
-    "tokens": 54321,
-    "documents": 9,
-    "data_sha256": "ab" * 32,
-    "tokens_per_second": 5031.2,
-    "peak_memory_bytes": 3 * 2**29,
-    "processes": 2,
-}
+RUN = {"steps": 1300, "minutes": 3.25, "tokens": 54321, "documents": 9, "data_sha256": "ab" * 32}
+RUN |= {"tokens_per_second": 5031.2, "peak_memory_bytes": 3 * 2**29, "processes": 2}
 
 
 def make(tmp_path: Path, figures: dict, run: dict, **changes: object) -> dict:

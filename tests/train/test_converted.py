@@ -11,7 +11,7 @@ import torch
 from benchmarks.demo.byte_target import build_tokenizer
 from tests.support import drafters
 from tests.support.models import make_target
-from tests.support.training import flags
+from tests.support.training import refused, train
 from tests.train.conftest import WORDS
 from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.cli import main
@@ -37,11 +37,10 @@ def fixture_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def train(place: Path, source: str, out: str, **changes: object) -> None:
+def options(place: Path, source: str, **changes: object) -> dict[str, object]:
     window = drafters.BLOCK + ("dspark" in source)
     mine = {"head": "backbone", "window": window, "init_from": place / source, "component_rank": 3, "dtype": "float32"}
-    mine |= {"max_steps": 2, "evaluation_sequences": 0, "windows_per_step": 16}
-    assert main(["train", *flags(place, out, **mine | changes)]) == 0
+    return mine | {"max_steps": 2, "evaluation_sequences": 0, "windows_per_step": 16} | changes
 
 
 @torch.no_grad()
@@ -62,8 +61,7 @@ def log_probs(place: Path, head: str, windows: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("circuit", ["cp", "hmm", "btree"])
 def test_any_circuit_starts_at_the_drafters_distribution(drafters_place: Path, source: str, circuit: str) -> None:
     place, out = drafters_place, f"{source} {circuit} start"
-    train(place, source, out, circuit=circuit, components=4, dry_run=True)
-    config, head = load_head(place / out)
+    config, head = load_head(train(place, out, **options(place, source, circuit=circuit, components=4, dry_run=True)))
     assert (config.circuit, config.num_components, config.component_rank) == (circuit, 4, 3)
     assert (config.token_rank or 0) == (drafters.RANK if "dspark" in source else 0)  # not typed: the source's
     assert head.component_in.std() > 0.1  # or components could never part
@@ -77,8 +75,8 @@ def test_any_circuit_starts_at_the_drafters_distribution(drafters_place: Path, s
 def test_a_circuit_is_trained_on_a_drafter(drafters_place: Path, freeze: bool) -> None:
     """Components part, and the draft layers stay or go on."""
     place, source, out = drafters_place, "original dspark", f"trained {freeze}"
-    train(place, source, out, circuit="hmm", components=2, **({"freeze_backbone": True} if freeze else {}))
-    (_, head), (_, drafter) = load_head(place / out), load_head(place / source)
+    trained = train(place, out, **options(place, source, circuit="hmm", freeze_backbone=freeze))
+    (_, head), (_, drafter) = load_head(trained), load_head(place / source)
     assert head.component_out.any() and head.inner_bias is not None
     assert not torch.equal(head.token_target, drafter.token_target)
     same = [
@@ -88,6 +86,5 @@ def test_a_circuit_is_trained_on_a_drafter(drafters_place: Path, freeze: bool) -
 
 
 def test_a_drafter_of_another_window_is_refused(drafters_place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mine = {"head": "backbone", "window": 8, "init_from": drafters_place / "original dspark", "component_rank": 3}
-    assert main(["train", *flags(drafters_place, "no", circuit="hmm", **mine)]) == 1
-    assert "cannot start from a head of (5, 257, 32)" in capsys.readouterr().err
+    mine = options(drafters_place, "original dspark", window=8)
+    assert "cannot start from a head of (5, 257, 32)" in refused(capsys, drafters_place, "no", circuit="hmm", **mine)

@@ -68,15 +68,13 @@ def test_run_killed_at_random_steps_resumes_bit_for_bit(place: Path) -> None:
 
 def test_signal_ends_run_after_current_step(tiny_target, tmp_path: Path, monkeypatch) -> None:
     trainer = make_trainer(options_for(tiny_target, tmp_path), tiny_target)
-    update = trainer.train_step
+    update, before = trainer.train_step, signal.getsignal(signal.SIGINT)
 
     def told(*args, **kwargs):
-        found = update(*args, **kwargs)
         if trainer.step == 4:
             os.kill(os.getpid(), signal.SIGINT)
-        return found
+        return update(*args, **kwargs)
 
-    before = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(trainer, "train_step", told)
     trainer.train()
     assert trainer.stopping.signal == signal.SIGINT and trainer.step == 5 and len(losses(tmp_path)) == 5

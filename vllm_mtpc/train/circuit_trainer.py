@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ class CircuitTrainer(Trainer):
 
     own = (
         "circuit", "components", *head_options(), "freeze_backbone", "lora_layers", "beta", "kl", "kl_form",
-        "acceptance", "train_first", "regenerate_greedy_share", "cache",
+        "acceptance", "train_first", "cache",
     )  # fmt: skip
     noun, chosen_by = "circuits", "another head"
 
@@ -59,6 +59,7 @@ class CircuitTrainer(Trainer):
             sizes = {"rank": options.lora_rank, "alpha": options.lora_alpha}
             self.layers = DraftLayers(target, layers=options.lora_layers, **sizes)
         self.needs_v2 = self.config.has_draft_layers
+        self.loss_unit = "nats and total variation" if options.acceptance else "nats per token"
         self.model = Drafter(self.head, target, options, self.layers)
 
     @classmethod
@@ -113,32 +114,22 @@ class CircuitTrainer(Trainer):
     def kind(options: TrainOptions) -> str:
         return options.circuit
 
-    @staticmethod
-    def loss_unit(options: TrainOptions) -> str:
-        if not options.acceptance:
-            return "nats per token"
-        share = f"{100 * options.acceptance:g} % "
-        return "total variation" if options.acceptance == 1 else f"{share}total variation, the rest nats"
-
-    @staticmethod
-    def greedy_share(options: TrainOptions) -> float:
-        return options.regenerate_greedy_share
-
     def source(self, rows: Rows) -> HiddenSource:
         """Return the rows' states: of the cache folder, which is written if it is incomplete, or computed."""
-        cache = self.options.cache
-        if self.options.lora_layers:
-            return Computed(self.target, rows, layer=self.target.config.num_hidden_layers - self.options.lora_layers)
-        layers = self.head.aux_layers if isinstance(self.head, BackboneHead) else ()
-        return (
-            write_cache(cache, self.target, rows, layers=layers)
-            if cache
-            else Computed(self.target, rows, layers=layers)
-        )
+        options, target = self.options, self.target
+        if options.lora_layers:
+            return Computed(target, rows, layer=target.config.num_hidden_layers - options.lora_layers)
+        if options.cache:
+            return write_cache(options.cache, target, rows, layers=self.aux_layers)
+        return Computed(target, rows, layers=self.aux_layers)
+
+    @property
+    def aux_layers(self) -> Sequence[int]:
+        """Layers of the target that a backbone reads."""
+        return self.head.aux_layers if isinstance(self.head, BackboneHead) else ()
 
     def state_size(self) -> int:
-        layers = len(self.head.aux_layers) if isinstance(self.head, BackboneHead) else 0
-        return (layers + 1) * self.target.hidden_size
+        return (len(self.aux_layers) + 1) * self.target.hidden_size
 
     def block_rows(self, source: HiddenSource, world: int) -> int:
         """Return the rows of about one step with draft layers, which run over whole rows; of a few steps with a

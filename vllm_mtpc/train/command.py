@@ -58,15 +58,13 @@ def check_out(options: TrainOptions) -> None:
     """Raise UsageError if the run would overwrite the head or the state of another run."""
     out = options.out
     if options.dry_run and is_head(out):
-        what = "a head"  # without a record of training
         with suppress(CheckpointError, LookupError, TypeError):
-            steps = read_json(out / PROVENANCE_FILE)["run"]["steps"]
-            what = f"a head of {steps:,} steps" if steps else ""  # none: it is untrained
-        if what:
-            raise UsageError(
-                f"out={out} holds {what}, which --dry-run would replace with an untrained one; type another --out"
-            )
-    if not options.dry_run and not options.resume and latest_state(options.out / STATE_FOLDER):
+            if not read_json(out / PROVENANCE_FILE)["run"]["steps"]:
+                return  # of an earlier dry run
+        raise UsageError(
+            f"out={out} holds a head, which --dry-run would replace with an untrained one; type another --out"
+        )
+    if not options.dry_run and not options.resume and latest_state(out / STATE_FOLDER):
         raise UsageError(
             f"out={out} holds the state of another run ({STATE_FOLDER}); type --resume to go on with it, "
             f"or another --out, or delete {out / STATE_FOLDER} to start again"
@@ -93,7 +91,7 @@ def with_responses(options: TrainOptions) -> TrainOptions:
             "regenerate with several processes: vLLM would start in each; type vllm-mtpc regenerate first and train on "
             "the file it writes"
         )
-    greedy = round(options.regenerate * options.trainer.greedy_share(options))
+    greedy = round(options.regenerate * options.regenerate_greedy_share)
     sampled: dict[str, Any] = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
     ways = {"sampled": (options.regenerate - greedy, sampled), "greedy": (greedy, {"temperature": 0.0})}
     shared = {name: getattr(options, name) for name in ("target", "data", "seed", "split")} | {

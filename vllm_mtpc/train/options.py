@@ -156,8 +156,6 @@ class TrainOptions(*reversed(SECTIONS)):  # type: ignore[misc]  # pydantic takes
         for trainer in self._other_trainers():
             if name := self.given(*trainer.own):
                 raise ValueError(f"{name} is an option of {trainer.noun}: remove {name}, or set {trainer.chosen_by}")
-        if not self.regenerate and (name := self.given("regenerate_greedy_share")):
-            raise ValueError(f"{name} without regenerate: remove {name}, or set regenerate to a number of responses")
         names = [*self.data, *self.validation_data]
         if self.given("split") and all(is_path(name) and not Path(name).expanduser().is_dir() for name in names):
             raise ValueError(

@@ -89,6 +89,7 @@ class Trainer(ABC):
     chosen_by: ClassVar[str]  # the option that selects this family
     defaults: ClassVar[Mapping[str, Any]] = {}  # defaults that differ from those of TrainOptions
     draw: Callable[[int, int], Tensor] | None = None  # random numbers of windows, see WindowSource
+    loss_unit = "nats per token"
     needs_v2 = False  # whether only Model Runner V2 serves the head
     partial_start = ""  # weights that the named start has and has not, if some are missing
     config: Any
@@ -135,16 +136,6 @@ class Trainer(ABC):
     @abstractmethod
     def kind(options: TrainOptions) -> str:
         """Return the circuit or variant."""
-
-    @staticmethod
-    def loss_unit(options: TrainOptions) -> str:
-        """Return the unit of the loss, for the axis of a plot."""
-        return "nats per token"
-
-    @staticmethod
-    def greedy_share(options: TrainOptions) -> float:
-        """Return the share of regenerated responses at temperature 0."""
-        return 0.0
 
     # --- setup
 
@@ -337,7 +328,7 @@ class Trainer(ABC):
             print(f"SIGINT: not measured; the head is in {out}; to measure it, type: vllm-mtpc eval {out} --data DATA",
                   file=sys.stderr)  # fmt: skip
             raise
-        plot_loss(read_metrics(out / METRICS_FILE), out, self.loss_unit(self.options))
+        plot_loss(read_metrics(out / METRICS_FILE), out, self.loss_unit)
         plot_acceptance({self.kind(self.options): results}, out)
         self.save(results, run)
         labels = {name: f"T={self.samplings()[name].temperature:g}" for name in results}
@@ -391,10 +382,7 @@ def serve_line(out: object, needs_v2: bool) -> str:
     """Return the command that serves a head; without a GPU, Model Runner V2 needs a script of the checkout."""
     if not needs_v2 or torch.cuda.is_available():
         return f"serve it: vllm serve {out}"
-    return (
-        f"serve it: scripts/v2_on_cpu.sh vllm serve {out} (in the checkout of vllm_mtpc: the head needs vLLM's Model "
-        f"Runner V2, which this script runs without a GPU; with one: vllm serve {out})"
-    )
+    return f"serve it: scripts/v2_on_cpu.sh vllm serve {out} (in the checkout: Model Runner V2; with a GPU: vllm serve)"
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:

@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.files import front_matter_of
-from tests.support.training import flags
+from tests.support.training import record_of, refused, train
 from vllm_mtpc.checkpoint.ptp_head import load_ptp, load_student
-from vllm_mtpc.cli import main
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.hf import load_target
 from vllm_mtpc.train import command, trainer
@@ -23,31 +22,22 @@ from vllm_mtpc.train.ptp.ptp_trainer import u_lines
 torch.set_num_threads(1)
 
 REQUIRED = {"target": "t", "data": ["d"], "out": "o", "head": "ptp"}
-SKIP = ("--circuit", "--components")
-
-
-def ptp_flags(place: Path, out: str, **changes: object) -> list[str]:
-    words = flags(place, out, head="ptp", lora_rank=3, **changes)
-    dropped = {place for flag in SKIP for place in (words.index(flag), words.index(flag) + 1)}
-    return [word for at, word in enumerate(words) if at not in dropped]
+PTP = {"head": "ptp", "lora_rank": 3}
 
 
 def test_ptp_run_writes_head_with_results(place: Path, capsys: pytest.CaptureFixture) -> None:
-    assert main(["train", *ptp_flags(place, "ptp", u_embedding="arithmetic", temperature=0.9, top_k=40)]) == 0
-    out, printed = place / "ptp", capsys.readouterr().out
-    config = load_ptp(out).config
+    out = train(place, "ptp", **PTP, u_embedding="arithmetic", temperature=0.9, top_k=40)
+    config, record, printed = load_ptp(out).config, record_of(out), capsys.readouterr().out
     assert (config.variant, config.window, config.lora_rank) == ("o-ptp", 4, 3)
     assert (config.trained_temperature, config.trained_top_k, config.trained_top_p) == (0.9, 40, 1.0)
     assert config.speculators_config.verifier.name_or_path == "../target"
-    assert (
-        printed.splitlines()[-1].startswith("serve it: scripts/v2_on_cpu.sh vllm serve ") or torch.cuda.is_available()
-    )
-    record = json.loads((out / "provenance.json").read_text())
-    figures = record["figures"]
-    assert config.accepted == pytest.approx(figures["t1"]["histogram"]) and len(config.accepted) == 4
-    assert f"tokens/step at T=0.9: {figures['t1']['tokens_per_step']:.3f}" in printed
-    assert f"tokens/step at T=0: {figures['t0']['tokens_per_step']:.3f}" in printed
-    assert f"with the u of other windows: {figures['t1']['shuffled_accuracy']:.1%}" in printed
+    last = printed.splitlines()[-1]
+    assert last.startswith("serve it: scripts/v2_on_cpu.sh vllm serve ") or torch.cuda.is_available()
+    t1, t0 = (record["figures"][name] for name in ("t1", "t0"))
+    assert config.accepted == pytest.approx(t1["histogram"]) and len(config.accepted) == 4
+    for name, figure in (("0.9", t1), ("0", t0)):
+        assert f"tokens/step at T={name}: {figure['tokens_per_step']:.3f}" in printed
+    assert f"with the u of other windows: {t1['shuffled_accuracy']:.1%}" in printed
     assert {path.name for path in out.iterdir()} == {
         "config.json", "adapter_config.json", "adapter_model.safetensors", "u_embed.safetensors", "README.md",
         "provenance.json", "metrics.jsonl", "state", "loss.png", "loss.svg", "acceptance.png", "acceptance.svg",
@@ -55,8 +45,7 @@ def test_ptp_run_writes_head_with_results(place: Path, capsys: pytest.CaptureFix
     card = (out / "README.md").read_text()
     assert {"library_name", "pipeline_tag", "tags"} <= front_matter_of(out).keys()
     assert "# PTP head: o-ptp, n=4, LoRA rank 3" in card and "temperature 0.9, top-k 40" in card
-    assert f"**{figures['t1']['tokens_per_step']:.3f}**" in card
-    assert str(place) not in card + json.dumps(record)
+    assert f"**{t1['tokens_per_step']:.3f}**" in card and str(place) not in card + json.dumps(record)
     state = load_file(out / "state" / "step-4" / "model.safetensors")
     written = load_file(out / "u_embed.safetensors")["outer.weight"]
     assert torch.equal(written, state["head.embedding.outer.weight"].half())
@@ -76,67 +65,50 @@ def test_serve_command_depends_on_gpu(place: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_ptp_dry_run_can_be_loaded(place: Path) -> None:
-    assert main(["train", *ptp_flags(place, "dry", variant="c-ptp", dry_run=True)]) == 0
-    student = load_student(place / "dry", load_target(place / "target"))
+    out = train(place, "dry", **PTP, variant="c-ptp", dry_run=True)
+    student = load_student(out, load_target(place / "target"))
     assert student.config.variant == "c-ptp" and student.config.accepted is None
     assert all(not value.any() for name, value in student.lora().items() if "lora_B" in name)
-    assert "This head is untrained" in (place / "dry" / "README.md").read_text()
-    assert not (place / "dry" / "metrics.jsonl").exists()
+    assert "This head is untrained" in (out / "README.md").read_text()
+    assert not (out / "metrics.jsonl").exists()
 
 
 def test_ptp_head_starts_from_another(place: Path, capsys: pytest.CaptureFixture) -> None:
-    main(["train", *ptp_flags(place, "one", evaluation_sequences=0, learning_rate=3e-2)])
-    assert main(["train", *ptp_flags(place, "two", init_from=place / "one", dry_run=True)]) == 0
-    one, two = (load_ptp(place / name) for name in ("one", "two"))
+    first = train(place, "one", **PTP, evaluation_sequences=0, learning_rate=3e-2)
+    one, two = load_ptp(first), load_ptp(train(place, "two", **PTP, init_from=first, dry_run=True))
     assert one.lora.keys() == two.lora.keys() and any(value.any() for value in one.lora.values())
     assert all(torch.equal(one.lora[name], two.lora[name]) for name in one.lora)
     assert two.late is None
-    more = {"init_from": place / "one", "variant": "late", "late_width": 6, "evaluation_sequences": 0}
-    main(["train", *ptp_flags(place, "new", **more, dry_run=True)])
-    main(["train", *ptp_flags(place, "late", **more)])
-    new, late = (load_ptp(place / name) for name in ("new", "late"))
+    more = PTP | {"init_from": first, "variant": "late", "late_width": 6, "evaluation_sequences": 0}
+    new, late = (load_ptp(train(place, name, **more, dry_run=name == "new")) for name in ("new", "late"))
     assert new.late.state.out_features == 6 and not new.late.outer.weight.any()  # of no effect yet
     assert late.late.outer.weight.any()
     assert all(torch.equal(one.lora[name], new.lora[name]) for name in one.lora)
-    assert main(["train", *ptp_flags(place, "three", init_from=place / "late", dry_run=True)]) != 0
-    assert "has variant=late, this run o-ptp; set variant to late" in capsys.readouterr().err
+    circuit = train(place, "circuit", dry_run=True)
     for changes, message in (
+        ({"init_from": place / "late"}, "has variant=late, this run o-ptp; set variant to late"),
         ({"lora_rank": 5}, "has lora_rank=3, this run 5"),
         ({"variant": "c-ptp"}, "has variant=o-ptp, this run c-ptp; set variant to o-ptp"),
+        ({"init_from": circuit}, "a PTP head starts from a PTP head"),
     ):
-        words = ptp_flags(place, "three", init_from=place / "one", dry_run=True)
-        for name, value in changes.items():
-            words += [f"--{name.replace('_', '-')}", str(value)]
-        capsys.readouterr()
-        assert main(["train", *words]) != 0
-        assert message in capsys.readouterr().err
+        assert message in refused(capsys, place, "three", **PTP | {"init_from": first, "dry_run": True} | changes)
 
 
 def test_card_compares_with_the_baseline(place: Path, capsys: pytest.CaptureFixture) -> None:
     """Measured on the same texts, from a head that was trained alike; another one is refused."""
-    assert main(["train", *ptp_flags(place, "baseline", variant="independent")]) == 0
-    assert main(["train", *ptp_flags(place, "next to", baseline=place / "baseline")]) == 0
-    figures = {
-        name: json.loads((place / name / "provenance.json").read_text())["figures"] for name in ("baseline", "next to")
-    }
-    theirs, ours = (figures[name]["t1"]["tokens_per_step"] for name in ("baseline", "next to"))
-    assert figures["next to"]["t1"]["baseline_tokens_per_step"] == theirs
-    assert f"{ours / theirs:.3f}x the tokens/step of the independent baseline, {theirs:.3f}" in capsys.readouterr().out
-    card = (place / "next to" / "README.md").read_text()
-    assert "Tokens/step of the independent baseline, trained alike" in card and f"{theirs:.3f}" in card
-    for name, changes, message in (
-        ("baseline", {"max_steps": 3}, "has max_steps=4, this run 3; train both alike"),
-        ("next to", {}, "not a trained and measured head of variant independent; name one"),
+    baseline = train(place, "baseline", **PTP, variant="independent")
+    out = train(place, "next to", **PTP, baseline=baseline)
+    theirs, ours = (record_of(folder)["figures"]["t1"] for folder in (baseline, out))
+    wanted, gain = theirs["tokens_per_step"], ours["tokens_per_step"] / theirs["tokens_per_step"]
+    assert ours["baseline_tokens_per_step"] == wanted
+    assert f"{gain:.3f}x the tokens/step of the independent baseline, {wanted:.3f}" in capsys.readouterr().out
+    card = (out / "README.md").read_text()
+    assert "Tokens/step of the independent baseline, trained alike" in card and f"{wanted:.3f}" in card
+    for changes, message in (
+        ({"baseline": baseline, "max_steps": 3}, "has max_steps=4, this run 3; train both alike"),
+        ({"baseline": out}, "not a trained and measured head of variant independent; name one"),
     ):
-        words = ptp_flags(place, "another", baseline=place / name, dry_run=True, **changes)
-        assert main(["train", *words]) != 0
-        assert message in capsys.readouterr().err
-
-
-def test_circuit_as_start_is_refused(place: Path, capsys: pytest.CaptureFixture) -> None:
-    main(["train", *flags(place, "circuit", dry_run=True)])
-    assert main(["train", *ptp_flags(place, "four", init_from=place / "circuit", dry_run=True)]) != 0
-    assert "a PTP head starts from a PTP head" in capsys.readouterr().err
+        assert message in refused(capsys, place, "another", **PTP, dry_run=True, **changes)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ class PtpTrainer(Trainer):
     own = (*OF_HEAD, "baseline", "ptp_loss", "proposals", "u_beta", *SAMPLING)
     noun, chosen_by = "PTP heads", "head ptp"
     student_class = Student
-    defaults = {"windows_per_step": 512, "learning_rate": 1e-3}  # noqa: RUF012
+    defaults = {"windows_per_step": 512, "learning_rate": 1e-3, "regenerate_greedy_share": 0.0}  # noqa: RUF012
     needs_v2 = True
 
     def setup_model(self) -> None:
@@ -56,7 +56,9 @@ class PtpTrainer(Trainer):
         self.student = self.student_class(self.target, self.config)
         self.baseline = baseline_figures(options) if options.baseline else {}
         if options.init_from:
-            start_from(self.student, options.init_from)
+            check_start(self.config, options.init_from)
+            head = load_ptp(resolve_head(options.init_from))
+            self.student.take(head.lora, head.embedding, head.late)
         self.draw = drawing(options.window, options.u_beta)
         self.model = PtpDrafter(self.student, options)
 
@@ -161,13 +163,6 @@ def baseline_figures(options: TrainOptions) -> dict[str, Any]:
                 f"baseline={folder} has {key}={theirs.get(key)}, this run {ours[key]}; train both alike, or remove it"
             )
     return record["figures"]
-
-
-def start_from(student: Student, name: str) -> None:
-    """Copy the weights of another PTP head; raises UsageError if the shapes differ."""
-    check_start(student.config, name)
-    head = load_ptp(resolve_head(name))
-    student.take(head.lora, head.embedding, head.late)
 
 
 def check_start(wanted: PtpConfig, name: str) -> None:
