@@ -23,7 +23,6 @@ TASK = "text-generation"
 PLOTS = {
     "loss.png": "Loss and expected tokens/step over the run",
     "acceptance.png": "Acceptance and tokens/step per position",
-    "tokens-per-step.png": "Tokens/step by head",
 }  # figures in the card, by file of the folder
 
 

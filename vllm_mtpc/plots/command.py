@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_mtpc.checkpoint.locate import PROVENANCE_FILE, resolve_head
 from vllm_mtpc.errors import CheckpointError, UsageError
 from vllm_mtpc.files import read_json
-from vllm_mtpc.plots.draw import plot_acceptance, plot_served, plot_tokens_per_step
+from vllm_mtpc.plots.draw import plot_acceptance, plot_served
 from vllm_mtpc.report import SERVED, check_folder
 
 if TYPE_CHECKING:
@@ -29,8 +29,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.out is None:
         raise UsageError("--out is missing: name the folder that the figures of heads are written to")
     else:
-        results = dict(read(name) for name in args.heads)
-        files = plot_acceptance(results, args.out) + plot_tokens_per_step(results, args.out)
+        files = plot_acceptance(dict(map(read, args.heads)), args.out)
     print("written: " + ", ".join(map(str, files)))
     return 0
 

@@ -90,7 +90,7 @@ def plot_loss(metrics: Sequence[Mapping[str, Any]], folder: Path, unit: str) -> 
 
 def plot_acceptance(results: Results, folder: Path) -> list[Path]:
     """Draw acceptance.png and .svg: P(drafts 1 to k are all accepted) over k, a panel per temperature."""
-    temperatures = temperatures_of(results)
+    temperatures = [key for key in ("t1", "t0") if any(key in values for values in results.values())]
     if not temperatures:
         return []
     looks = looks_of(list(results))
@@ -106,26 +106,6 @@ def plot_acceptance(results: Results, folder: Path) -> list[Path]:
             axis.legend(title="tokens/step ± s.e.")
         axes[0].set_ylabel("P(drafts 1 to k are all accepted)")
         return save(figure, folder, "acceptance")
-
-
-def plot_tokens_per_step(results: Results, folder: Path) -> list[Path]:
-    """Draw tokens-per-step.png and .svg: a bar with its standard error per head, a panel per temperature."""
-    temperatures, looks = temperatures_of(results), looks_of(list(results))
-    with panels(1, len(temperatures), (3.6 * len(temperatures), 3.0), sharey=True) as (figure, axes):
-        for axis, key in zip(axes, temperatures, strict=True):
-            for name in (name for name in results if key in results[name]):
-                found = results[name][key]
-                bar = {"color": looks[name]["color"], "yerr": found["standard_error"], "capsize": 3}
-                axis.bar(name, found["tokens_per_step"], **bar)
-            axis.axhline(1.0, color=PLAIN["color"], linewidth=0.8)  # plain decoding
-            axis.set(title=TITLES[key], ylabel="tokens/step")
-            axis.tick_params(axis="x", rotation=30)
-        return save(figure, folder, "tokens-per-step")
-
-
-def temperatures_of(results: Results) -> list[str]:
-    """Return the temperatures that some head has results of."""
-    return [key for key in ("t1", "t0") if any(key in values for values in results.values())]
 
 
 def plot_served(rows: Sequence[Mapping[str, Any]], folder: Path, name: str) -> list[Path]:
