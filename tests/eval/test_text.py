@@ -7,7 +7,7 @@ import torch
 from tests.support.tiny import Rejection, continue_all, counted, llama_target, tiny_head
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.acceptance import measure
-from vllm_mtpc.eval.text import Sampling, ends, generate, join, stop_ids
+from vllm_mtpc.eval.text import Sampling, generate, join, stop_ids
 from vllm_mtpc.hf import Session
 
 PROMPTS = [torch.tensor(ids) for ids in ([5, 6, 7], [1], [2, 9, 9, 9, 30], [11, 12, 13])]
@@ -56,11 +56,6 @@ def test_generation_ends_with_the_last_text():
     stop = reference(free, PROMPTS[0], 1)[-1]
     samples = generate(free, PROMPTS[:1], 50, Sampling(0.0), stops={stop}, overhang=2)
     assert samples.lengths.tolist() == [4] and samples.tokens.shape == (1, 3 + 1 + 2)
-
-
-def test_ends():
-    tokens = torch.tensor([[9, 1, 2, 9, 3], [9, 1, 2, 3, 4], [1, 9, 9, 2, 3]])
-    assert ends(tokens, torch.tensor([1, 1, 1]), torch.tensor([5, 4, 5]), {9}).tolist() == [4, 4, 2]
 
 
 def test_sampled_text_is_fixed_by_its_seed():

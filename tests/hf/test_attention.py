@@ -116,19 +116,15 @@ def alone(model: nn.Module, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
     return states
 
 
-def test_positions_restart_at_every_document() -> None:
-    positions = packed_arguments(DOCUMENTS, "torch")["position_ids"]
-    assert positions.tolist() == [
+def test_positions_and_blocks_restart_at_every_document() -> None:
+    arguments = packed_arguments(DOCUMENTS, "xformers")
+    assert arguments["position_ids"].tolist() == [
         [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2],
         list(range(12)),
         [0, 0, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4],
         [*range(11), 0],
     ]
-
-
-def test_blocks_are_documents_and_end_with_rows() -> None:
-    packing = packed_arguments(DOCUMENTS, "xformers")["packing"]
-    assert packing.lengths == [5, 4, 3, 12, 1, 1, 5, 5, 11, 1]
+    assert arguments["packing"].lengths == [5, 4, 3, 12, 1, 1, 5, 5, 11, 1]  # they end with rows as well
 
 
 WINDOWED = {"sliding_window": 3, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}
@@ -143,26 +139,14 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_torch_equals_each_document_alone(name: str) -> None:
+def test_torch_and_xformers_equal_each_document_alone(name: str, stand_in: types.ModuleType) -> None:
     config, changes = MODELS[name]
-    model = backbone(config, **changes)
-    states = packed(model, "torch")
-    assert states.isfinite().all()
-    real = DOCUMENTS >= 0
-    torch.testing.assert_close(states[real], alone(model)[real], **CLOSE)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_xformers_equals_torch_and_each_document_alone(name: str, stand_in: types.ModuleType) -> None:
-    config, changes = MODELS[name]
-    reference = backbone(config, **changes)
-    model = backbone(config, IMPLEMENTATION, **changes)
-    states = packed(model, "xformers")
+    reference, model = backbone(config, **changes), backbone(config, IMPLEMENTATION, **changes)
+    real, expected = DOCUMENTS >= 0, alone(reference)
+    for states in (packed(reference, "torch"), packed(model, "xformers")):
+        assert states.isfinite().all()
+        torch.testing.assert_close(states[real], expected[real], **CLOSE)
     assert stand_in.calls == model.config.num_hidden_layers  # not silently PyTorch's
-    real = DOCUMENTS >= 0
-    assert states.isfinite().all()
-    torch.testing.assert_close(states[real], packed(reference, "torch")[real], **CLOSE)
-    torch.testing.assert_close(states[real], alone(reference)[real], **CLOSE)
 
 
 def test_single_rows_equal_the_rows_of_a_batch() -> None:

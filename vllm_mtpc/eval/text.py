@@ -152,16 +152,6 @@ def stop_ids(target: Target) -> set[int]:
     return found
 
 
-def ends(tokens: Tensor, lengths: Tensor, longest: Tensor, stops: set[int]) -> Tensor:
-    """Return where texts end [S]: after the first stop token from ``lengths``[S] on, else at ``longest``[S]."""
-    if not stops:
-        return longest
-    at = torch.arange(tokens.shape[1])
-    stop = torch.isin(tokens, torch.tensor(sorted(stops))) & (at >= lengths[:, None])
-    first = torch.where(stop, at, tokens.shape[1]).amin(1)
-    return torch.minimum(first + 1, longest)
-
-
 @torch.inference_mode()
 def generate(
     target: Target,
@@ -198,24 +188,21 @@ def _continued(
     stops: set[int],
 ) -> Samples:
     session = Session(target)
-    states = [session.start(prompts)]  # [B, P, D]
-    prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
+    states, columns = [session.start(prompts)], list[Tensor]()  # [B, P, D]
+    made = torch.full((len(prompts),), new_tokens, device=target.device)  # tokens up to the end of each text
     is_stop = torch.tensor(sorted(stops), device=target.device)
-    past_end = torch.zeros(len(prompts), dtype=torch.long, device=target.device)  # tokens of each row
-    columns: list[Tensor] = []
-    for made in range(1, new_tokens + overhang + 1):
-        step = sampling.pick(sampling.log_probs(session.logits(states[-1][:, -1])), generator)
-        columns.append(step)
-        ended = (past_end > 0) | (made > new_tokens)  # such a row continues until all rows have their overhang
-        past_end = torch.where(ended, past_end + 1, torch.isin(step, is_stop).long())
-        if made == new_tokens + overhang or bool((past_end > overhang).all()):
+    for count in range(1, new_tokens + overhang + 1):
+        columns.append(sampling.pick(sampling.log_probs(session.logits(states[-1][:, -1])), generator))
+        made = torch.where(torch.isin(columns[-1], is_stop), made.clamp(max=count), made)
+        if count >= int(made.max()) + overhang:
             break
-        states.append(session.read(step[:, None]))
-    written, hidden = torch.stack(columns, 1).cpu(), torch.cat(states, 1).cpu()
-    texts = [torch.cat([prompt.cpu(), row]) for prompt, row in zip(prompts, written, strict=True)]
-    tokens, padded = pad_sequence(texts, True, -1), (prompt_lengths.max() - prompt_lengths).tolist()
+        states.append(session.read(columns[-1][:, None]))
+    prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
+    lengths = prompt_lengths + made.cpu()
+    texts = [torch.cat([prompt.cpu(), row]) for prompt, row in zip(prompts, torch.stack(columns, 1).cpu(), strict=True)]
+    tokens, hidden = pad_sequence(texts, True, -1), torch.cat(states, 1).cpu()
+    padded = (prompt_lengths.max() - prompt_lengths).tolist()
     hidden = pad_sequence([row[before:] for row, before in zip(hidden, padded, strict=True)], True)
-    lengths = ends(tokens, prompt_lengths, prompt_lengths + new_tokens, stops)
     known = torch.arange(tokens.shape[1]) < (lengths + overhang)[:, None]
     return Samples(tokens.where(known, -1), hidden, prompt_lengths, lengths)
 
