@@ -74,6 +74,6 @@ def test_one_candidate_is_a_merged_pass():
 def test_texts_are_as_long_as_asked_and_a_student_that_is_right_is_right():
     student = oracle("o-ptp", window=3)
     prompts = [torch.tensor([1, 2]), torch.tensor([3])]
-    found = Written(student, prompts, 2, 7, Sampling(1.0)).run()
-    assert (found.tokens >= 0).sum(1).tolist() == [9, 8] and found.tokens[1, 0] == 3
-    assert found.histogram.tolist() == [[0, 0, 2], [0, 0, 2]]  # 1 + 3 + 3 tokens
+    found = Written(student, prompts, 2, 31, Sampling(1.0)).run()
+    assert (found.tokens >= 0).sum(1).tolist() == [33, 32] and found.tokens[1, 0] == 3
+    assert found.histogram.tolist() == [[0, 0, 10], [0, 0, 10]]  # 1 + 10 x 3 tokens
