@@ -136,8 +136,7 @@ def arguments(head: str, *given: str) -> argparse.Namespace:
     return parser.parse_args([head, "--dtype", "float32", *given])
 
 
-def test_where_v2_cannot_run_the_head_is_still_checked(head, monkeypatch, capsys):
-    """vLLM's refusal in its log becomes one line; the shuffled-u check is printed before."""
+def test_refusal_where_v2_cannot_run_is_one_line(head, monkeypatch):
     from vllm_mtpc.engine import served as module
     from vllm_mtpc.errors import EngineFailed
 
@@ -150,8 +149,6 @@ def test_where_v2_cannot_run_the_head_is_still_checked(head, monkeypatch, capsys
     with pytest.raises(doctor.UsageError, match="Model Runner V2 alone") as caught:
         doctor.run(arguments(head, "--prompts", "2", "--max-tokens", "12", "--device", "cpu"))
     assert "\n" not in str(caught.value)
-    printed = capsys.readouterr().out
-    assert "with the u of other windows" in printed and "tokens/step in a merged pass" in printed
 
 
 def test_a_draft_pass_is_of_ptp_heads_alone():

@@ -125,8 +125,7 @@ def diagnose(args: argparse.Namespace) -> Diagnosis:
     temperatures = args.temperature or [0.0, temperature]
     served = _serve(engine, asked, temperatures, args, family.refusal)
     if served is None:
-        evaluator = load(args.head, args.target, args.dtype, args.device)
-        raise UsageError(evaluator.unserved(asked, max(temperatures), args))
+        raise UsageError(family.unserved)
     if args.record:
         _record(args.record, asked.prompts, served)
     # vLLM has ended, so its memory is free for the target. The dtype is the served one: only drafting can differ.

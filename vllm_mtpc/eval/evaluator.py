@@ -102,6 +102,7 @@ class Evaluator(Protocol):
     target: Target
     seeded: ClassVar[bool] = False  # served text is compared draft by draft, so requests need seeds
     refusal: ClassVar[str | None] = None  # text in vLLM's log where the family cannot be served on this machine
+    unserved: ClassVar[str] = ""  # error message of `doctor` in this case
 
     @classmethod
     def attach(cls, folder: Path, target: Target) -> Evaluator:
@@ -114,11 +115,7 @@ class Evaluator(Protocol):
 
     @staticmethod
     def serving(args: Namespace, config: Any, num_drafts: int, max_num_seqs: int) -> dict[str, Any]:
-        """Return the options of `speculative_config` with which vLLM verifies every draft.
-
-        Raises:
-            UsageError: an option of the command is not one of this family.
-        """
+        """Return options with which vLLM verifies every draft. Raises UsageError for options of other families."""
 
     def sampling(self, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Sampling:
         """Return the sampling of text and drafts, as the head is served by default."""
@@ -171,9 +168,6 @@ class Evaluator(Protocol):
     def notes(self, comparisons: Sequence[Any]) -> list[str]:
         """Return notes about the comparisons, a line each."""
         return []
-
-    def unserved(self, asked: Asked, temperature: float, args: Namespace) -> str:
-        """Print the check that needs no vLLM where vLLM answered with ``refusal``; return the error message."""
 
 
 def resolve(name: str) -> tuple[Path, AnyHeadConfig]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from vllm_mtpc.eval.evaluator import (
 )
 from vllm_mtpc.eval.metrics import StepMetrics, shown_shares, shown_tokens
 from vllm_mtpc.eval.ptp_acceptance import PtpMetrics, Windows
-from vllm_mtpc.eval.text import Samples, Sampling, generate
+from vllm_mtpc.eval.text import Samples, Sampling
 from vllm_mtpc.heads.ptp.student import UNINFORMED, Student
 from vllm_mtpc.hf import Target
 from vllm_mtpc.kernels.pick import pick
@@ -74,8 +75,12 @@ class PtpEvaluator(Evaluator):
     student: Student
     target: Target
 
-    refusal = "method 'ptp' on Model Runner V1"
     seeded = True
+    refusal = "method 'ptp' on Model Runner V1"
+    unserved = (
+        "vLLM serves PTP heads on Model Runner V2 alone, which does not run here (it needs a GPU, or a CPU with "
+        "Triton); run doctor on a GPU, or type vllm-mtpc eval for a check without vLLM"
+    )
 
     @classmethod
     def attach(cls, folder: Path, target: Target) -> PtpEvaluator:
@@ -202,39 +207,27 @@ class PtpEvaluator(Evaluator):
         )
 
     def notes(self, comparisons: Sequence[PtpComparison]) -> list[str]:
+        found = [(one.sampling.temperature, rule.summarise(one.windows)) for one in _sampled(comparisons)]
         return [
-            _shuffled_line(f"T={one.sampling.temperature:g}", rule.summarise(one.windows))
-            for one in _sampled(comparisons)
+            f"T={temperature:g}: {figures.accuracy:.1%} of the drafts are right, "
+            f"{figures.shuffled_accuracy:.1%} with the u of other windows"
+            for temperature, figures in found
         ]
-
-    def unserved(self, asked: Asked, temperature: float, args: Namespace) -> str:
-        """Print the shuffled-u check on text that the Hugging Face target writes."""
-        sampling = self.sampling(temperature or self.config.trained_temperature, asked.top_p, asked.top_k)
-        generator = torch.Generator(self.target.device).manual_seed(args.seed)
-        prompts, drafts = [torch.tensor(prompt) for prompt in asked.prompts], asked.num_drafts
-        samples = generate(self.target, prompts, args.max_tokens, sampling, generator, overhang=drafts)
-        metrics = rule.measure_ptp(self.student, samples, sampling, drafts, args.seed)
-        merged, two_pass = metrics.tokens_per_step, metrics.two_pass_tokens_per_step
-        line = _shuffled_line(f"T={sampling.temperature:g}, without vLLM", metrics)
-        print(f"{line}; {merged:.3f} tokens/step in a merged pass, {two_pass:.3f} in two")
-        return (
-            "vLLM serves PTP heads on Model Runner V2 alone, which does not run here (it needs a GPU, or a CPU with "
-            "Triton), so nothing was compared; the check above needs no vLLM; run doctor on a GPU"
-        )
 
     def _rivals(self, num_drafts: int) -> Iterator[tuple[Cause, Callable[[PtpComparison], StepMetrics]]]:
         """Yield wrong numbers on the rows, each with a function that predicts the counters under it."""
+
+        def predict(one: PtpComparison, shift: int | None) -> StepMetrics:
+            if shift is None:
+                windows = one.windows._replace(right=one.windows.shuffled)
+            else:
+                numbers = {"u": one.u, "carried": one.u.roll(shift, 1)}
+                windows = rule.collect(self.student, one.samples, one.sampling, num_drafts, **numbers)
+            return StepMetrics.of(*windows.steps(one.two_pass))
+
         for what, shift in SHIFTS.items():
-
-            def predicted(one: PtpComparison, shift: int | None = shift) -> StepMetrics:
-                if shift is None:
-                    windows = one.windows._replace(right=one.windows.shuffled)
-                else:
-                    numbers = {"u": one.u, "carried": one.u.roll(shift, 1)}
-                    windows = rule.collect(self.student, one.samples, one.sampling, num_drafts, **numbers)
-                return StepMetrics.of(*windows.steps(one.two_pass))
-
-            yield Cause("u", f"the served counters are those of the student with {what} on its rows"), predicted
+            cause = Cause("u", f"the served counters are those of the student with {what} on its rows")
+            yield cause, partial(predict, shift=shift)
 
 
 class _Coupled:
@@ -251,9 +244,3 @@ class _Coupled:
 
 def _sampled(comparisons: Sequence[PtpComparison]) -> list[PtpComparison]:
     return [one for one in comparisons if not one.sampling.greedy]
-
-
-def _shuffled_line(label: str, metrics: PtpMetrics) -> str:
-    """The shuffled-u check in a line."""
-    right, shuffled = metrics.accuracy, metrics.shuffled_accuracy
-    return f"{label}: {right:.1%} of the drafts are right, {shuffled:.1%} with the u of other windows"
