@@ -5,8 +5,9 @@ Training and evaluation use it; serving uses vLLM's model. Code in a model's rep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,13 +84,10 @@ class Target:
         """
         modules, taken = [*self.backbone.layers, self.backbone.norm] if layers else [], {}
 
-        def take(number: int) -> Callable[..., None]:
-            def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                taken[number] = args[0] if args else kwargs["hidden_states"]
+        def take(number: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            taken[number] = args[0] if args else kwargs["hidden_states"]
 
-            return hook
-
-        hooks = [modules[layer].register_forward_pre_hook(take(layer), with_kwargs=True) for layer in layers]
+        hooks = [modules[at].register_forward_pre_hook(partial(take, at), with_kwargs=True) for at in layers]
         try:
             final = self.hidden(tokens, documents)
         finally:

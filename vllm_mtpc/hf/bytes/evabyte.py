@@ -155,6 +155,3 @@ class EvaByteForCausalLM(_EvaByte):
         self.model = EvaByteModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.num_pred_heads * config.vocab_size, bias=False)
         self.post_init()
-
-    def get_output_embeddings(self) -> nn.Linear:
-        return self.lm_head
