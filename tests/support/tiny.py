@@ -121,25 +121,14 @@ class Decoded:
 
 
 class Rejection:
-    """Drafting and rejection sampling (Leviathan et al., 2023) of a circuit head, for one text after another."""
+    """Drafting and rejection sampling (Leviathan et al., 2023) of a circuit head."""
 
     def __init__(self, head, sampling: Sampling, generator=None, num_drafts: int | None = None):
         self.head, self.sampling, self.generator = head, sampling, generator
         self.num_drafts = num_drafts or head.circuit.window - 1
 
-    def start(self, session, hidden: torch.Tensor, length: int) -> torch.Tensor:
-        """x_1 [1] after hidden[1, D] of the last of ``length`` tokens."""
-        self.session = session
-        return self.sampling.pick(self.sampling.log_probs(session.logits(hidden)), self.generator)
-
-    def step(self, hidden: torch.Tensor, first: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor, torch.Tensor]:
-        """Drafts [K] after x_1 = first[1] at hidden[1, D], those accepted, the next x_1 [1], and states [1 + K, D]."""
-        drafts, log_q = self.draft(hidden, first)
-        states = self.session.read(torch.cat([first, drafts])[None])[0]
-        accepted, last = self.verify(self.sampling.log_probs(self.session.logits(states)), log_q, drafts)
-        return drafts, accepted, last, states
-
     def draft(self, hidden: torch.Tensor, first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Drafts [K] after x_1 = first[1] at hidden[1, D], and their log-distributions [K, V]."""
         circuit = self.head.circuit
         params = self.head(hidden.to(next(self.head.parameters()).dtype), self.num_drafts + 1)
         state, tokens, log_q = circuit.start(params), [first], []
@@ -162,13 +151,15 @@ class Rejection:
         return len(drafts), self.sampling.pick(log_p[-1:], self.generator)
 
 
-def decode(session, prompt: torch.Tensor, drafting, new_tokens: int, stops=frozenset()) -> Decoded:
+def decode(session, prompt: torch.Tensor, drafting: Rejection, new_tokens: int, stops=frozenset()) -> Decoded:
     """Continue prompt[P] as a server with drafts does; a step is a forward pass of the target after the prompt's."""
-    hidden = session.start([prompt])[:, -1]
-    first = drafting.start(session, hidden, len(prompt))
+    sampling, hidden = drafting.sampling, session.start([prompt])[:, -1]
+    first = sampling.pick(sampling.log_probs(session.logits(hidden)), drafting.generator)
     text = Decoded(first.tolist())
     while len(text.tokens) < new_tokens and not stops & set(text.tokens):
-        drafts, accepted, first, states = drafting.step(hidden, first)
+        drafts, log_q = drafting.draft(hidden, first)
+        states = session.read(torch.cat([first, drafts])[None])[0]  # [1 + K, D]
+        accepted, first = drafting.verify(sampling.log_probs(session.logits(states)), log_q, drafts)
         session.crop(len(drafts) - accepted)
         hidden = states[accepted : accepted + 1]
         text.accepted.append(accepted)
