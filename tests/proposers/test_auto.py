@@ -41,14 +41,10 @@ def target(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> Lines:
-    """What the package logs."""
+    """Lines that the package logs."""
     lines: Lines = []
-
-    class Noting(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    handler = Noting()
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
     monkeypatch.setattr(switches.logger, "handlers", [handler])
     monkeypatch.setattr(switches.logger, "level", logging.INFO)
     switches.logger.manager._clear_cache()
@@ -77,7 +73,7 @@ def test_a_bundled_head_is_engaged_and_said_once(made: Path, target: Path, said:
     assert len(said) == 1 and "MTPC_AUTO=0" in said[0] and str(target) in said[0] and "btree" in said[0]
 
 
-def test_the_arguments_stay_as_the_user_gave_them(made: Path, target: Path) -> None:
+def test_engine_args_stay_as_given(made: Path, target: Path) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     bundle(made, target)
@@ -88,15 +84,14 @@ def test_the_arguments_stay_as_the_user_gave_them(made: Path, target: Path) -> N
         assert arguments.speculative_config is None
 
 
-@pytest.mark.parametrize("value", ["0", "off", "False"])
-def test_turned_off(made: Path, target: Path, said: Lines, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_config_of_the_user_has_precedence(
+    made: Path, target: Path, said: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bundle(made, target)
-    monkeypatch.setenv(AUTO, value)
-    assert spec_of(target, fail_on_environ_validation=True) is None and said == []
-
-
-def test_the_users_config_wins(made: Path, target: Path) -> None:
-    bundle(made, target)
+    for value in ("0", "off", "False"):
+        monkeypatch.setenv(AUTO, value)
+        assert spec_of(target, fail_on_environ_validation=True) is None and said == []
+    monkeypatch.delenv(AUTO)
     assert spec_of(target, {"method": "ngram", "num_speculative_tokens": 2}).method == "ngram"
     own = spec_of(target, {"method": "mtpc", "model": str(made / "head"), "num_speculative_tokens": 1})
     assert (own.model_folder, own.num_speculative_tokens) == (str(made / "head"), 1)
@@ -111,6 +106,7 @@ def test_which_of_several(made: Path, target: Path) -> None:
     assert spec_of(target).model_folder == str(target / "mtpc" / "a")
     assert find_head(target) == target / "mtpc" / "a"
     bundle(made, target)
+    assert spec_of(target, {"method": "mtpc"}).model == str(target / "mtpc")
     assert bundled_heads(target) == [target / "mtpc", target / "mtpc" / "a", target / "mtpc" / "b"]
     assert spec_of(target).model_folder == str(target / "mtpc")
 
@@ -130,22 +126,18 @@ def refused(target: Path, said: Lines, **arguments: Any) -> str:
         ({"vocab_size": 64}, "vocab_size"),
         ({"surprise": 1}, "surprise"),
         ({"speculators_model_type": "eagle3"}, "speculators_model_type"),
+        (None, "cannot be read as JSON"),
+        ({}, "model.safetensors"),
     ],
 )
-def test_a_head_that_does_not_fit(made: Path, target: Path, said: Lines, change: dict[str, Any], reason: str) -> None:
+def test_unfit_or_damaged_head_is_not_served(
+    made: Path, target: Path, said: Lines, change: dict[str, Any] | None, reason: str
+) -> None:
     file = bundle(made, target) / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    file.write_text("{" if change is None else json.dumps({**json.loads(file.read_text()), **change}))
+    if change == {}:
+        (file.parent / "model.safetensors").unlink()
     assert reason in refused(target, said)
-
-
-def test_damaged_files(made: Path, target: Path, said: Lines) -> None:
-    head = bundle(made, target)
-    (head / "config.json").write_text("{")
-    assert "cannot be read as JSON" in refused(target, said)
-    said.clear()
-    shutil.rmtree(target / "mtpc")
-    (bundle(made, target) / "model.safetensors").unlink()
-    assert "model.safetensors" in refused(target, said)
 
 
 def test_a_head_for_the_other_runner(made: Path, target: Path, said: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,10 +177,8 @@ def test_a_repository_in_the_hubs_cache(
     assert engine_args.find_bundled_head(arguments, model("a/b")) == target / "mtpc"
     assert engine_args.find_bundled_head(arguments, model("a/c")) is None
     assert engine_args.find_bundled_head(arguments, model("a/b", "pooling")) is None
-
-
-def test_a_name_that_is_no_repository() -> None:
-    assert engine_args.find_folder("s3://bucket/model.gguf", None) is None
+    monkeypatch.undo()
+    assert engine_args.find_folder("s3://bucket/model.gguf", None) is None  # no repository's name
 
 
 def test_a_trained_head_is_bundled_by_where_it_is_written(target: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from vllm.v1.spec_decode import metrics
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_mtpc import plugin
-from vllm_mtpc.proposers.config.switches import AUTO, DEBUG
+from vllm_mtpc.proposers.config.switches import DEBUG
 from vllm_mtpc.proposers.heads import counts
 from vllm_mtpc.proposers.patches import metrics as ours
 from vllm_mtpc.proposers.patches import patch, vllm_patches
@@ -46,46 +46,27 @@ def test_what_the_schedule_cuts_is_counted() -> None:
     assert speculator.pruned == {"schedule": 4}
 
 
-class Group:
-    """A group of two ranks whose other member has drafted `other`."""
+def test_ranks_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def propose(is_on: str, other: list[list[int]]) -> None:
+        """Draft on the first of two ranks; the other drafts `other`."""
 
-    world_size, rank_in_group, cpu_group = 2, 0, None
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, other: list[list[int]]) -> None:
         def all_gather(sums: list[torch.Tensor], own: torch.Tensor, group: None) -> None:
             sums[0].copy_(own)
             sums[1].fill_(counts.zlib.crc32(repr(other).encode()))
 
-        monkeypatch.setattr(counts, "get_tp_group", lambda: self)
+        group = SimpleNamespace(world_size=2, rank_in_group=0, cpu_group=None)
+        monkeypatch.setattr(counts, "get_tp_group", lambda: group)
         monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
-
-
-def test_ranks_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def propose() -> torch.Tensor:
+        monkeypatch.setenv(DEBUG, is_on)
         drafts = torch.tensor([[1, 2, 9], [3, 4, 9]])  # the last column is stale
         speculator = SimpleNamespace(device=CPU, num_speculative_steps=3, propose=lambda *args, **kwargs: drafts)
         counts.watch_speculator(speculator)
-        return speculator.propose(SimpleNamespace(num_reqs=2), num_speculative_tokens=2)
+        assert speculator.propose(SimpleNamespace(num_reqs=2), num_speculative_tokens=2) is drafts
 
-    monkeypatch.setenv(DEBUG, "1")
-    Group(monkeypatch, [[1, 2], [3, 4]])
-    assert propose().shape == (2, 3)
-    Group(monkeypatch, [[1, 2], [3, 5]])
+    propose("1", [[1, 2], [3, 4]])
+    propose("0", [[1, 2], [3, 5]])
     with pytest.raises(RuntimeError, match=r"different tokens .*rank 0 drafted \[\[1, 2\], \[3, 4\]\]"):
-        propose()
-    monkeypatch.setenv(DEBUG, "0")
-    assert propose().shape == (2, 3)
-
-
-def test_our_variables_are_no_part_of_vllms_compile_cache_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A key that depends on this package would have every model compiled again, heads or not."""
-    import vllm.envs as envs
-
-    plain = envs.compile_factors()
-    assert not [name for name in plain if "MTPC" in name]
-    for variable in (AUTO, DEBUG):
-        monkeypatch.setenv(variable, "1")
-    assert envs.compile_factors() == plain
+        propose("1", [[1, 2], [3, 5]])
 
 
 def sent(stats: Any) -> SimpleNamespace:
@@ -93,8 +74,6 @@ def sent(stats: Any) -> SimpleNamespace:
 
 
 def scheduler_that(answers: list[dict[int, Any]]) -> HeadScheduler:
-    """A scheduler of a head, whose vLLM part answers a step with the next of `answers`."""
-
     class Answering(Scheduler):
         def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
             return answers.pop(0)
@@ -117,10 +96,7 @@ def test_counts_go_with_every_step() -> None:
     made = plain.scheduler_stats.spec_decoding_stats
     assert +counts.read_counts(made) == {"steps": 2, "confidence": 2}
     assert (made.num_drafts, made.num_spec_tokens) == (0, 3)
-
-
-def test_steps_without_a_head_get_no_counts() -> None:
-    answer = {0: sent(None)}
+    answer = {0: sent(None)}  # a step without a head
     scheduler_that([answer]).update_from_output(None, SimpleNamespace())
     assert answer[0].scheduler_stats.spec_decoding_stats is None
     assert counts.read_counts(SpecDecodingStats.new(3)) == {}
@@ -163,9 +139,6 @@ def test_the_log_says_tokens_per_step_once_a_minute(monkeypatch: pytest.MonkeyPa
         "Drafts of the last 7 s: 1.25 tokens/step over all 8 steps (greedy 1.33, sampled 1.00), without drafts 1.00; "
         "of 2 per step 0.5 were verified and 0.2 accepted; pruned by confidence 50%"
     ]
-    now += 10
-    logging.log(log_fn=log)
-    assert len(said) == 2  # nothing has run since
     step(0, steps=3, schedule=6)
     now += 10
     logging.log(log_fn=log)
@@ -201,21 +174,19 @@ def test_requests_are_counted_count_by_class() -> None:
     assert set(found) <= set(counts.NAMES)
 
 
-def test_the_log_of_other_methods_is_vllms() -> None:
-    """In a process that serves a head and, in another engine, something else."""
+def test_log_of_other_methods_is_that_of_vllm() -> None:
+    """In a process that serves a head and, in another engine, another method."""
     from vllm.v1.metrics.loggers import SpecDecodingLogging
 
-    assert SpecDecodingLogging is not metrics.SpecDecodingLogging
-    said: dict[type, list[str]] = {}
-    for kind in (SpecDecodingLogging, metrics.SpecDecodingLogging):
-        logging, said[kind] = kind(), []
-        stats = SpecDecodingStats.new(2)
+    lines: dict[type, list[str]] = {SpecDecodingLogging: [], metrics.SpecDecodingLogging: []}
+    for kind, own in lines.items():
+        logging, stats = kind(), SpecDecodingStats.new(2)
         stats.observe_draft(2, 1)
         logging.observe(stats)
         logging.last_log_time = float("inf")  # throughputs of 0
-        logging.log(log_fn=lambda text, *values, kind=kind: said[kind].append(text % values))
-        logging.log(log_fn=lambda text, *values, kind=kind: said[kind].append(text % values))
-    ours, theirs = said.values()
+        for _ in range(2):
+            logging.log(log_fn=lambda text, *values, own=own: own.append(text % values))
+    ours, theirs = lines.values()
     assert ours == theirs and len(ours) == 1
 
 
@@ -242,9 +213,5 @@ def test_prometheus_counts(method: str, counted: int | None) -> None:
         name: registry.get_sample_value("vllm:spec_decode_drafts_pruned_total", {**of, "by": name})
         for name in counts.PRUNED_BY
     }
-    assert pruned == (
-        dict.fromkeys(counts.PRUNED_BY)
-        if counted is None
-        else {"schedule": 0, "confidence": 0, "budget": 6, "request": 0}
-    )
+    assert pruned == {name: counted and (6 if name == "budget" else 0) for name in counts.PRUNED_BY}
     assert registry.get_sample_value("vllm:spec_decode_num_drafts_total", of) == 0

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from tests.support.distributions import noise_floor, total_variation
-from tests.support.engine import Call, Engine, run
-from vllm_mtpc import demo
 from vllm_mtpc.circuits import CircuitParams, get_circuit
 from vllm_mtpc.kernels.draft import naive
 from vllm_mtpc.proposers.v1.draft_planner import (
@@ -28,19 +26,16 @@ from vllm_mtpc.proposers.v1.draft_planner import (
 
 VOCAB, DRAFTS, COUNT = 3, 3, 100_000
 LEAST = 0.35
-Record = Callable[[Confidence, int, Tensor, Tensor], None]  # (confidence, k, distribution [B, V], drawn token [B])
 
 
-def test_what_is_kept_is_a_prefix() -> None:
+def test_leading_drafts_are_kept() -> None:
+    """A min_acceptance of 0 prunes nothing."""
     planner = DraftPlanner(np.full((2, 3), 0.8), 0.1, 0.5)
     confidence = np.array([[0.9, 0.5, 0.9], [0.4, 1.0, 1.0], [1.0, 0.9, 0.6]])
     lengths = planner.lengths(confidence, np.array([1, 1, 1]), 0.5)
     assert lengths == [3, 3, 3]  # 0.8, 0.64, 0.51: every lift is 1
     planner.acceptance.lifts[1] = [0.2, 0.2, 0.2, 0.2, 0.5, 0.7, 0.9, 1.0, 1.2]
     assert planner.lengths(confidence, np.array([1, 1, 1]), 0.5) == [1, 0, 2]
-
-
-def test_min_acceptance_of_zero_prunes_nothing() -> None:
     planner = DraftPlanner(np.full((2, 3), 0.02), 5.0, 0.0)
     assert planner.plan(64, 0, 3) == (3, 0.0)
     assert planner.lengths(np.full((2, 3), 1e-6), np.array([0, 1]), 0.0) == [3, 3]
@@ -89,6 +84,18 @@ def machine(row: float, draft: float) -> Callable[[int, int], tuple[float, float
     return lambda batch, drafts: (0.05 + row * batch * (1 + drafts), draft * batch * drafts)
 
 
+def measure(planner: DraftPlanner, batch: int, took: Callable, order: tuple = (7, 0, 3, 7, 0, 7, 5, 0) * 4) -> Costs:
+    """Learn from steps with so many drafts of a sampled batch."""
+    costs = planner._costs_for(batch, True)
+    for drafts in order:
+        step, drafting = took(batch, drafts)
+        costs.steps.observe(step_features(batch, batch * (1 + drafts), drafts > 0), step)
+        if drafts:
+            costs.drafts.observe(draft_features(batch, drafts), drafting)
+        planner._learn(costs)
+    return costs
+
+
 @pytest.mark.parametrize(("row", "draft"), [(0.0005, 0.0001), (0.02, 0.001), (0.001, 0.05)])
 @pytest.mark.parametrize("batch", [1, 16])
 @pytest.mark.parametrize("accepted", [0.15, 0.6, 0.95])
@@ -96,15 +103,9 @@ def test_plan_is_best_on_an_unusual_machine(row: float, draft: float, batch: int
     """Ten times slower than the constants', with other proportions: within 3 % of the best K; none for small gains."""
     took, acceptance = machine(row, draft), accepted ** np.arange(1, 8)
     planner = DraftPlanner(np.full((2, 7), accepted), 0.1)
-    costs = planner._costs_for(batch, False)
-    for drafts in (7, 0, 3, 7, 0, 7, 5, 0) * 4:
-        step, drafting = took(batch, drafts)
-        costs.steps.observe(step_features(batch, batch * (1 + drafts), drafts > 0), step)
-        if drafts:
-            costs.drafts.observe(draft_features(batch, drafts), drafting)
-        planner._learn(costs)
+    measure(planner, batch, took)
     speed = [batch * (1 + acceptance[:drafts].sum()) / sum(took(batch, drafts)) for drafts in range(8)]
-    chosen, margin = planner._find_best(batch, 0, 7).drafts, 1.03 if batch == 1 else 1.1
+    chosen, margin = planner._find_best(0, batch, 7).drafts, 1.03 if batch == 1 else 1.1
     assert speed[chosen] >= 0.97 * max(speed) or (chosen == 0 and max(speed) < margin * speed[0] / 0.97)
 
 
@@ -175,36 +176,23 @@ def test_slow_first_draft_is_ignored() -> None:
 def test_losing_plan_is_dropped_soon() -> None:
     """The costs of another size predict a gain, until a step without drafts is measured."""
     planner, accepted = DraftPlanner(np.full((2, 5), 0.55), 0.1), 0.55 ** np.arange(1, 6)
-    small = planner._costs_for(4, False)
-    for drafts in (5, 0, 5, 5, 0, 5, 3, 5):
-        small.steps.observe(step_features(4, 4 * (1 + drafts), drafts > 0), 0.0095)  # rows seem to cost nothing
-        if drafts:
-            small.drafts.observe(draft_features(4, drafts), 0.001)
-        planner._learn(small)
-    costs, plans = planner._costs_for(12, False), []
+    measure(planner, 4, lambda batch, drafts: (0.0095, 0.001), (5, 0, 5, 5, 0, 5, 3, 5))  # rows seem to cost nothing
+
+    def took(batch: int, drafts: int) -> tuple[float, float]:
+        return 0.0071 if drafts == 0 else 0.009 + 0.0002 * 12 * (1 + drafts), 0.005
+
+    plans: list[int] = []
     for _ in range(30):
-        drafts = planner.plan(12, 0, 5)[0]
-        plans.append(drafts)
-        step = 0.0071 if drafts == 0 else 0.009 + 0.0002 * 12 * (1 + drafts)
-        is_time = costs.steps.observe(step_features(12, 12 * (1 + drafts), drafts > 0), step)
-        if drafts:
-            costs.drafts.observe(draft_features(12, drafts), 0.005)
-        if is_time:
-            planner._learn(costs)
+        plans.append(planner.plan(0, 12, 5)[0])
+        measure(planner, 12, took, (plans[-1],))
     assert plans[0] > 0 and 1 + accepted.sum() < (0.009 + 0.0002 * 72 + 0.005) / 0.0071  # it did, and does not
     assert all(plans[:4]) and plans.count(0) >= 20  # a few more drafted steps, some of them tries
 
 
 def test_new_batch_size_starts_with_costs_of_others() -> None:
     """On a slow machine with an expensive head no draft of the new size is needed to know its cost."""
-    planner, took = DraftPlanner(np.full((2, 7), 0.5), 0.1), machine(0.001, 0.05)
-    costs = planner._costs_for(1, True)
-    for drafts in (7, 0, 3, 7, 0, 7, 5, 0) * 4:
-        step, drafting = took(1, drafts)
-        costs.steps.observe(step_features(1, 1 + drafts, drafts > 0), step)
-        if drafts:
-            costs.drafts.observe(draft_features(1, drafts), drafting)
-    planner._learn(costs)
+    planner = DraftPlanner(np.full((2, 7), 0.5), 0.1)
+    measure(planner, 1, machine(0.001, 0.05))
     assert planner._find_best(0, 12, 7).drafts == 0
 
 
@@ -219,13 +207,10 @@ def test_new_batch_size_takes_costs_of_the_nearest() -> None:
     assert planner._costs_for(8, True).step(8, 8, False) == pytest.approx(0.01, rel=0.1)
 
 
-def record_distribution(confidence: Confidence, k: int, probs: Tensor, token: Tensor) -> None:
+def record(confidence: Confidence, k: int, probs: Tensor, token: Tensor, by_token: bool) -> None:
     confidence.record_sample(k, probs, torch.zeros(len(probs), dtype=torch.bool))
-
-
-def record_token(confidence: Confidence, k: int, probs: Tensor, token: Tensor) -> None:
-    """The fault: how sure the drafter is of the very token it drew."""
-    confidence.values[:, k] = probs.gather(1, token[:, None])[:, 0]
+    if by_token:  # the fault: the probability of the sampled token
+        confidence.values[:, k] = probs.gather(1, token[:, None])[:, 0]
 
 
 def target_distribution(tokens: Tensor) -> Tensor:
@@ -240,7 +225,7 @@ def draw(probs: Tensor, generator: torch.Generator) -> Tensor:
     return torch.multinomial(probs, 1, generator=generator)[:, 0]
 
 
-def speculate(record: Record) -> Tensor:
+def speculate(by_token: bool) -> Tensor:
     """[COUNT, DRAFTS + 1] tokens: one step of drafts, cut and verified, then the target's own."""
     generator = torch.Generator().manual_seed(0)
     circuit = get_circuit("hmm", DRAFTS + 1, 2)
@@ -254,7 +239,7 @@ def speculate(record: Record) -> Tensor:
     def pick(log_q: Tensor, k: int) -> Tensor:
         distributions.append(log_q.exp())
         token = draw(distributions[-1], generator)
-        record(confidence, k, distributions[-1], token)
+        record(confidence, k, distributions[-1], token, by_token)
         return token
 
     evidence = torch.zeros(COUNT, 2)  # the first token carries no information
@@ -279,49 +264,13 @@ def speculate(record: Record) -> Tensor:
     return tokens
 
 
-def distance_and_floor(record: Record) -> tuple[float, float]:
+@pytest.mark.parametrize("by_token", [False, True])
+def test_pruning_keeps_the_distribution_unless_it_depends_on_the_token(by_token: bool) -> None:
     outcomes = torch.tensor(list(itertools.product(range(VOCAB), repeat=DRAFTS + 1)))
     distribution = torch.ones(len(outcomes), dtype=torch.float64)
     for k in range(DRAFTS + 1):
         distribution *= target_distribution(outcomes[:, :k]).double().gather(1, outcomes[:, k : k + 1])[:, 0]
-    distribution = distribution.numpy()
-    return total_variation(speculate(record).tolist(), distribution, VOCAB), noise_floor(distribution, COUNT)
-
-
-def test_pruning_keeps_the_distribution() -> None:
-    distance, floor = distance_and_floor(record_distribution)
-    print(f"TV {distance:.5f}, allowed {floor:.5f}")
-    assert distance < floor
-
-
-def test_pruning_by_the_sampled_token_is_found() -> None:
-    distance, floor = distance_and_floor(record_token)
-    print(f"injected: TV {distance:.5f}, allowed {floor:.5f}")
-    assert distance > 2 * floor
-
-
-def test_served_greedy_text_is_unchanged_by_pruning() -> None:
-    """The same greedy text from fewer verified drafts, of which more are accepted."""
-    text = b"def read(path):\n    with open(path) as file:\n"
-    call = Call([list(text), list(text[:15])], [{"temperature": 0.0, "ignore_eos": True, "max_tokens": 60}] * 2)
-    given = {"method": "mtpc", "model": str(demo.path("btree")), "num_speculative_tokens_per_batch_size": "off"}
-    engines = {
-        least: Engine(
-            str(demo.path("target")),
-            [call],
-            {"speculative_config": given | ({} if least == "default" else {"min_acceptance": least})},
-        )
-        for least in (0, 0.2, 0.6, "default")  # last: as it pays on this machine, which no figure below depends on
-    }
-    replies = run(engines, "v1")
-    for reply in replies.values():
-        assert not isinstance(reply, str), reply
-    texts = [reply[0].tokens for reply in replies.values()]
-    assert texts[0] == texts[1] == texts[2] == texts[3]
-    counts = [reply[0].metrics for reply in replies.values()]
-    drafted, accepted = (
-        [one[f"vllm:spec_decode_num_{what}_tokens"] for one in counts] for what in ("draft", "accepted")
-    )
-    assert drafted[0] > drafted[1] > drafted[2] > 0 and drafted[3] > 0
-    shares = [a / d for a, d in zip(accepted, drafted, strict=True)]
-    assert shares[0] < shares[1] < shares[2]
+    distance = total_variation(speculate(by_token).tolist(), distribution.numpy(), VOCAB)
+    floor = noise_floor(distribution.numpy(), COUNT)
+    print(f"by token {by_token}: TV {distance:.5f}, allowed {floor:.5f}")
+    assert distance > 2 * floor if by_token else distance < floor

@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.configs import engine_config, refusal, write_head
-from tests.support.models import make_target
 from vllm_mtpc.checkpoint import load_head, save_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads import build_head, linear
@@ -59,13 +57,6 @@ def test_a_head_that_needs_one_reads_the_targets_lm_head(tmp_path: Path, target_
     assert not any(name.startswith("lm_head") for name, _ in head.named_parameters())
 
 
-def test_a_head_with_its_own_unembedding_reads_nothing_of_the_target(tmp_path: Path) -> None:
-    target = FakeTarget(torch.float32)
-    head = load_served_head(str(save(tmp_path, "linear")), torch.float32, torch.device("cpu"), target, torch.float32)
-    head(torch.randn(3, D))
-    assert not target.seen
-
-
 def served(folder: Path, dtype: torch.dtype, **options) -> nn.Module:
     return load_served_head(str(folder), dtype, CPU, FakeTarget(torch.float32), torch.float32, **options)
 
@@ -103,15 +94,3 @@ def test_large_unembeddings_are_divided_over_ranks(tmp_path: Path, monkeypatch, 
     monkeypatch.setitem(linear.SHARD_BYTES, "cpu", bytes_needed + 1)
     served(folder, dtype, num_drafts=2).draft_params(torch.randn(3, D), FIRST, 2)
     assert len(seen) == 1, "small ones are replicated"
-
-
-def test_head_dtype_is_checked_with_the_config(tmp_path: Path) -> None:
-    target = make_target(tmp_path / "target", vocab_size=32, seed=0)
-    write_head(tmp_path / "head", target.config.to_dict())
-    given = {"method": "mtpc", "model": str(tmp_path / "head")}
-    assert engine_config(tmp_path / "target", given).speculative_config.head_dtype == "auto"
-    asked = engine_config(tmp_path / "target", {**given, "head_dtype": "float16"}).speculative_config
-    assert asked.head_dtype == "float16" and "head_dtype='float16'" in repr(asked)
-    for unknown in ("int4", "fp8"):
-        message = refusal(tmp_path, head_dtype=unknown)
-        assert "head_dtype" in message and "'bfloat16'" in message

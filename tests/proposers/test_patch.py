@@ -57,13 +57,7 @@ def test_a_patch_waits_for_the_import(module: str) -> None:
     assert machinery.problems == []
 
 
-def test_an_imported_module_is_patched_at_once(module: str) -> None:
-    patched = __import__(module)
-    apply(doubling(module))
-    assert patched.work(3, 4) == (12, "twice")
-
-
-def test_the_same_patch_twice_is_applied_once(module: str) -> None:
+def test_imported_module_is_patched_at_once_and_once(module: str) -> None:
     patched = __import__(module)
     declared = doubling(module)
     apply(declared)

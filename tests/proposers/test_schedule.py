@@ -11,7 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from vllm.config import CompilationConfig, VllmConfig
+from vllm.config.compilation import CUDAGraphMode
 from vllm.config.parallel import ParallelConfig
+from vllm.v1.worker.gpu import cudagraph_utils
 
 from tests.support.configs import engine_config, ptp_config, refusal
 from tests.support.engine import Call, Engine, Reply, run
@@ -19,11 +23,13 @@ from vllm_mtpc import demo
 from vllm_mtpc.checkpoint.inspect import measured_acceptance
 from vllm_mtpc.plan import draft_schedule as schedule
 from vllm_mtpc.plan.row_groups import most_drafts
+from vllm_mtpc.proposers.config import ptp_options as config_ptp
 from vllm_mtpc.proposers.config.circuit_options import MtpcSpeculativeConfig
 from vllm_mtpc.proposers.v1.draft_planner import DraftPlanner
 from vllm_mtpc.proposers.v1.proposer import MtpcProposer
 
 KEY = schedule.KEY
+MAX_NUM_SEQS = 1024  # vLLM's default on a GPU of 80 GB and more
 CODE = b'def read(path):\n    """Return the text of a file."""\n    with open(path) as file:\n'
 
 
@@ -52,10 +58,6 @@ def test_a_schedule_that_is_refused(place: Path, given: Any, says: str) -> None:
     assert "0 to 4 drafts" in message and '"off"' in message and "type e.g." in message
 
 
-def test_more_drafts_than_asked_for(place: Path) -> None:
-    assert "0 to 2 drafts" in refusal(place, num_speculative_tokens=2, **{KEY: [[1, 8, 3]]})
-
-
 def served(place: Path, **given: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
@@ -65,14 +67,11 @@ def served(place: Path, **given: Any) -> Any:
     return config.num_speculative_tokens_per_batch_size
 
 
-def test_a_schedule_that_is_taken(place: Path) -> None:
-    assert served(place, **{KEY: [[9, 64, 0], [1, 8, 4]]}) == [(1, 8, 4), (9, 64, 0)]
-    assert served(place, **{KEY: [[1, 1, 0]]}) == [(1, 1, 0)]
-
-
-@pytest.mark.parametrize("off", ["off", False])
-def test_no_schedule(place: Path, off: Any) -> None:
-    assert served(place, **{KEY: off}) is None
+@pytest.mark.parametrize(
+    ("asked", "taken"), [([[9, 64, 0], [1, 8, 4]], [(1, 8, 4), (9, 64, 0)]), ("off", None), (False, None)]
+)
+def test_valid_schedule_is_served(place: Path, asked: Any, taken: Any) -> None:
+    assert served(place, **{KEY: asked}) == taken
 
 
 def test_the_default_is_on(place: Path) -> None:
@@ -83,7 +82,7 @@ def test_the_default_is_on(place: Path) -> None:
     assert served(place, num_speculative_tokens=2)[0][2] <= 2
 
 
-def test_no_default_where_it_would_mean_nothing(place: Path) -> None:
+def test_prescribed_acceptance_has_no_default(place: Path) -> None:
     rates = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5] * 4}
     assert served(place, **rates) is None
     assert served(place, **rates, **{KEY: [[1, 8, 4]]}) == [(1, 8, 4)]
@@ -122,26 +121,22 @@ def test_a_head_that_multiplies_much_drafts_less() -> None:
     assert all(less <= more for less, more in zip(heavy, light, strict=True)) and sum(heavy) < sum(light) / 2
 
 
-def test_unmeasured_positions_continue_the_measured_ones() -> None:
+def test_tables_and_ranges() -> None:
     assert schedule.cumulative_acceptance([0.8, 0.6], 4) == [0.8, 0.6, 0.3, 0.15]
     assert schedule.cumulative_acceptance([], 2) == [0.5, 0.25]
-
-
-def test_merged_ranges() -> None:
     assert schedule.merge_ranges([4, 4, 1, 0, 0]) == [(1, 2, 4), (3, 3, 1), (4, 5, 0)]
+    assert schedule.limit_lengths([7, 7, 5, 4, 4, 4, 0]) == [7, 7, 4, 4, 4, 4, 0]
+    assert schedule.limit_lengths([7, 2, 0]) == [7, 2, 0]
 
 
 @pytest.mark.parametrize(
     "text", [None, "{", "[]", "{}", '{"figures": {"t1": {"per_position": ["a"]}}}', '{"figures": {"t1": {}}}',
              '{"figures": {"t1": {"per_position": [1.5]}}}', '{"figures": {"t1": {"per_position": [NaN]}}}'],
 )  # fmt: skip
-def test_damaged_figures_are_none(tmp_path: Path, text: str | None) -> None:
+def test_figures_are_read_unless_damaged(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "provenance.json").write_text(text)
     assert measured_acceptance(tmp_path) == {}
-
-
-def test_figures_are_read() -> None:
     written = json.loads((demo.path("btree") / "provenance.json").read_text())["figures"]
     assert measured_acceptance(demo.path("btree"))["t1"] == written["t1"]["per_position"]
 
@@ -187,25 +182,31 @@ def test_a_step_without_drafts_does_not_run_the_head() -> None:
 
 # requests of different length end one after the other: the batch shrinks through every range
 SHRINKING = [[1, 1, 7], [2, 2, 3], [3, 3, 1], [4, 8, 0]]
-RANGES = {"off": "off", "shrinking": SHRINKING, "never": [[1, 8, 0]]}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "off": {KEY: "off", "min_acceptance": 0},
+    "shrinking": {KEY: SHRINKING, "min_acceptance": 0},
+    "default": {},  # planned by the costs on this machine: its number of drafts is not tested
+    "never": {KEY: [[1, 8, 0]]},
+    "pruned": {KEY: "off", "min_acceptance": 0.6},
+}
 GREEDY, SEEDED = {"temperature": 0.0}, {"temperature": 0.9, "seed": 11}
 
 
-def engine(ranges: Any) -> Engine:
+def engine(options: dict[str, Any]) -> Engine:
     prompts = [list(CODE[start : start + 12]) for start in range(4)]
     calls = [
         Call(prompts, [{**how, "ignore_eos": True, "max_tokens": 10 * (index + 1)} for index in range(4)])
         for how in (GREEDY, SEEDED)
     ]
-    speculative = {"method": "mtpc", "model": str(demo.path("btree")), KEY: ranges}
+    speculative = {"method": "mtpc", "model": str(demo.path("btree")), **options}
     return Engine(str(demo.path("target")), calls, {"speculative_config": speculative, "max_model_len": 128})
 
 
 @pytest.fixture(scope="module", params=["v1", pytest.param("v2", marks=pytest.mark.slow)])
 def said(request: pytest.FixtureRequest) -> dict[str, list[Reply]]:
-    """Replies by schedule; V2 is interpreted, so only two of them there."""
-    names = list(RANGES) if request.param == "v1" else ["shrinking", "never"]
-    answers = run({name: engine(RANGES[name]) for name in names}, request.param, request.param == "v2")
+    """Replies by options; V2 is interpreted, so only two of them there."""
+    names = list(OPTIONS) if request.param == "v1" else ["shrinking", "never"]
+    answers = run({name: engine(OPTIONS[name]) for name in names}, request.param, request.param == "v2")
     for name, replies in answers.items():
         assert not isinstance(replies, str), (name, replies)
     return answers
@@ -215,20 +216,23 @@ def drafts(reply: Reply) -> float:
     return reply.metrics["vllm:spec_decode_num_draft_tokens"]
 
 
-def test_greedy_text_does_not_depend_on_the_schedule(said: dict[str, list[Reply]]) -> None:
+def test_greedy_text_does_not_depend_on_schedule_or_pruning(said: dict[str, list[Reply]]) -> None:
     plain = said["never"][0]  # no drafts at all: plain decoding
     assert drafts(plain) == 0
     for name, (greedy, _) in said.items():
         assert greedy.tokens == plain.tokens, name
-        if name != "never":
+        if name not in ("never", "default"):
             assert drafts(greedy) > 0, name
     steps = said["shrinking"][0].metrics["vllm:spec_decode_num_drafts"]
     assert 1 < drafts(said["shrinking"][0]) / steps < 7  # of different lengths
     if "off" in said:
-        assert drafts(said["shrinking"][0]) < drafts(said["off"][0])
+        every, pruned = said["off"][0], said["pruned"][0]
+        assert drafts(said["shrinking"][0]) < drafts(every) and drafts(pruned) < drafts(every)
+        accepted = [one.metrics["vllm:spec_decode_num_accepted_tokens"] / drafts(one) for one in (every, pruned)]
+        assert accepted[0] < accepted[1]
 
 
-def test_seeded_text_does_not_depend_on_the_schedule(said: dict[str, list[Reply]]) -> None:
+def test_seeded_text_does_not_depend_on_schedule_or_pruning(said: dict[str, list[Reply]]) -> None:
     """It is that of plain vLLM."""
     texts = [replies[1].tokens for replies in said.values()]
     assert all(text == texts[0] for text in texts)
@@ -272,3 +276,61 @@ def test_experts_that_step_together_have_none(place: Any, is_moe: bool, monkeypa
     assert spec.num_speculative_tokens_per_batch_size is None  # while vLLM makes the configuration
     spec.restore_own_schedule()
     assert (spec.num_speculative_tokens_per_batch_size is None) == is_moe
+
+
+def num_graphs(ranges: schedule.Schedule | None, num_drafts: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Graphs of vLLM's manager with the sizes that vLLM chooses for a GPU."""
+    compilation = CompilationConfig(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE)
+    config = SimpleNamespace(
+        compilation_config=compilation,
+        model_config=SimpleNamespace(enforce_eager=False),
+        scheduler_config=SimpleNamespace(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=8192),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        cache_config=SimpleNamespace(use_kda_recoverssm=False),
+        num_speculative_tokens=num_drafts,
+        uniform_decode_query_len=1 + num_drafts,
+        performance_mode="balanced",
+        speculative_config=SimpleNamespace(
+            num_speculative_tokens_per_batch_size=ranges, uses_dynamic_speculative_decoding=lambda: ranges is not None
+        ),
+    )
+    VllmConfig._set_cudagraph_sizes(config)
+    last_stage = SimpleNamespace(is_first_rank=True, is_last_rank=True)
+    monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: last_stage)
+    monkeypatch.setattr(cudagraph_utils.current_platform, "get_global_graph_pool", lambda: None, raising=False)
+    manager = cudagraph_utils.CudaGraphManager(
+        config, torch.device("cpu"), compilation.cudagraph_mode, config.uniform_decode_query_len
+    )
+    return len(manager._capture_descs[CUDAGraphMode.FULL])
+
+
+def lengths(ranges: schedule.Schedule) -> set[int]:
+    return {drafts for _, _, drafts in ranges}
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3, 7, 15, 31])
+def test_default_schedule_captures_few_graphs(num_drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's sizes up to 512 tokens are about 50 graphs for each length, also for a length that is never scheduled."""
+    ranges = schedule.default_schedule([], num_drafts, is_cpu=False)
+    assert len(lengths(ranges)) <= schedule.GPU_LENGTHS
+    assert all(high * (1 + drafts) <= schedule.GPU_FEW_ROWS for _, high, drafts in ranges if drafts)
+    assert num_graphs(ranges, num_drafts, monkeypatch) <= 160
+
+
+def test_every_length_of_a_schedule_costs_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schedule of six lengths, to compare with the count above."""
+    six = [(1, 8, 7), (9, 16, 5), (17, 32, 3), (33, 64, 2), (65, 128, 1), (129, MAX_NUM_SEQS, 0)]
+    assert num_graphs(None, 7, monkeypatch) == 48
+    assert num_graphs(six, 7, monkeypatch) > 250
+
+
+@pytest.mark.parametrize(("variant", "draft_pass"), [("o-ptp", "merged"), ("c-ptp", "two-pass")])
+def test_default_schedule_of_ptp_has_few_lengths(
+    variant: str, draft_pass: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = ptp_config(variant, draft_pass, None)
+    every = spec.default_schedule()
+    monkeypatch.setattr(config_ptp, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    few = spec.default_schedule()
+    assert len(lengths(few)) == schedule.GPU_LENGTHS < len(lengths(every))
+    assert (few[0][2], few[-1][2]) == (every[0][2], every[-1][2])
