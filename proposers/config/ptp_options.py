@@ -90,22 +90,27 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
 
     def check_target(self) -> None:
         target, stages = self.target_model_config, self.target_parallel_config.pipeline_parallel_size
-        if stages > 1:
-            raise ServeConfigError(
-                f"speculative_config: method 'ptp' with pipeline_parallel_size={stages}: drafts come from the whole "
-                "target, which no stage holds; allowed: 1; use tensor_parallel_size"
-            )
         kinds = getattr(target.hf_text_config, "layer_types", None) or ()
-        if target.use_mla or target.get_sliding_window() or any(kind != "full_attention" for kind in kinds):
-            raise ServeConfigError(
-                f"speculative_config: method 'ptp' on {target.model}, whose layers do not all have full attention with "
-                "a key and a value per head: allowed are such targets alone; use an MtPC head"
-            )
-        if target.uses_mrope:
-            raise ServeConfigError(
-                f"speculative_config: method 'ptp' on {target.model}, which has several positions per token: allowed "
-                "are targets with one; use an MtPC head"
-            )
+        is_partial = target.use_mla or target.get_sliding_window() or any(kind != "full_attention" for kind in kinds)
+        for is_bad, reason in (
+            (
+                stages > 1,
+                f"with pipeline_parallel_size={stages}: drafts come from the whole target, which no stage holds; "
+                "allowed: 1; use tensor_parallel_size",
+            ),
+            (
+                is_partial,
+                f"on {target.model}, whose layers do not all have full attention with a key and a value per head: "
+                "allowed are such targets alone; use an MtPC head",
+            ),
+            (
+                target.uses_mrope,
+                f"on {target.model}, which has several positions per token: allowed are targets with one; "
+                "use an MtPC head",
+            ),
+        ):
+            if is_bad:
+                raise ServeConfigError(f"speculative_config: method 'ptp' {reason}")
         if self.head.late_width:  # other variants go through the target's own norm
             check_final_norm(self)
 
@@ -142,23 +147,11 @@ def choose_attention(attention_config: Any, draft_pass: str) -> None:
 
     vLLM prefers FlashInfer on GPUs of compute capability 10 (platforms/cuda.py). It sorts a batch by length, and groups
     of auxiliary rows follow all of a batch's own rows. It plans each pass on the host, which no CUDA graph holds.
-
-    Args:
-        attention_config: vLLM's; `backend` may change.
-        draft_pass: "merged" or "two-pass".
-
-    Raises:
-        ServeConfigError: the user named FlashInfer for the merged pass.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    named = attention_config.backend
-    if named is AttentionBackendEnum.FLASHINFER and draft_pass == "merged":
-        raise ServeConfigError(
-            "attention backend FLASHINFER with draft_pass 'merged': it sorts a batch by length, which groups of rows "
-            'do not survive; type --attention-backend FLASH_ATTN, or "draft_pass": "two-pass"'
-        )
-    if named is None and current_platform.is_cuda() and current_platform.is_device_capability_family(100):
+    is_blackwell = current_platform.is_cuda() and current_platform.is_device_capability_family(100)
+    if attention_config.backend is None and is_blackwell:
         why = "sorts a batch by length" if draft_pass == "merged" else "runs the drafts' pass without CUDA graphs"
         logger.warning("method 'ptp': attention backend FLASH_ATTN, because FlashInfer %s", why)
         attention_config.backend = AttentionBackendEnum.FLASH_ATTN

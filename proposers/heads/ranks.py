@@ -1,19 +1,25 @@
 """Tensor-parallel ranks that agree on the success of a phase before any of them enters its collectives.
 
-A rank that raised would never enter a collective in which the others wait.
+A rank that raised would never enter a collective in which the others wait. A bundled head that fails on one rank before
+the first request is given up on all: they serve the target without it.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import TypeVar, cast
 
 import torch
 from vllm.distributed import get_tp_group, model_parallel_is_initialized
 
-from vllm_mtpc.proposers.config.switches import reason
+from vllm_mtpc.proposers.config.switches import logger, reason, warn
 
 Made = TypeVar("Made")
+
+
+class GivenUp(Exception):
+    """The bundled head has failed, here or on another rank."""
 
 
 def succeed_together(call: Callable[[], Made]) -> Made:
@@ -36,3 +42,21 @@ def succeed_together(call: Callable[[], Made]) -> Made:
     if error is not None:
         raise error
     return cast(Made, made)
+
+
+def attempt(call: Callable[[], Made], folder: str) -> Made:
+    """Return the result of `call` for a bundled head; if it raises on one rank, warn once and raise GivenUp on all."""
+    try:
+        return succeed_together(call)
+    except Exception as error:
+        if get_tp_group().rank_in_group == 0:
+            warn(folder, error)
+            logger.debug("the head's error", exc_info=error)
+    raise GivenUp
+
+
+def release() -> None:
+    """Free the device memory of a head."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -10,11 +10,10 @@ which is stored with them: the output distribution and seeded outputs are unchan
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from vllm_mtpc.checkpoint.locate import HUB_NAME
 from vllm_mtpc.errors import CheckpointError, ServeConfigError
@@ -76,16 +75,6 @@ def copy_tensors(old: nn.Module, new: nn.Module) -> None:
     for name, tensor in chain(old.named_parameters(), old.named_buffers()):
         if name in sources:
             tensor.copy_(sources[name])
-
-
-def check_same_shapes(what: str, pairs: Iterator[tuple[Tensor, Tensor]]) -> None:
-    """Raise CheckpointError if the tensors of a pair (served head, new head) have different shapes."""
-    for old, new in pairs:
-        if old.shape != new.shape:
-            raise CheckpointError(
-                f"{what} has {tuple(new.shape)}, the served head {tuple(old.shape)}; allowed are equal ones; "
-                "serve this head in a server of its own"
-            )
 
 
 def _configure_like(spec: Any, path: str) -> Any:

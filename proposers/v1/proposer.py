@@ -30,7 +30,7 @@ from vllm_mtpc.kernels.draft import naive
 from vllm_mtpc.kernels.pick.naive import of_mass
 from vllm_mtpc.proposers.config.request_options import max_drafts
 from vllm_mtpc.proposers.config.switches import DEBUG, is_on
-from vllm_mtpc.proposers.heads import bundled
+from vllm_mtpc.proposers.heads import ranks
 from vllm_mtpc.proposers.heads.counts import check_ranks
 from vllm_mtpc.proposers.heads.grammar_masks import Grammars
 from vllm_mtpc.proposers.heads.load import load_served_head, log_drafts
@@ -288,11 +288,11 @@ class BundledProposer(MtpcProposer):
 
     def _attempt(self, call: Callable[..., None], *args: Any) -> None:
         try:
-            bundled.attempt(partial(call, *args), self.folder)
-        except bundled.GivenUp:
+            ranks.attempt(partial(call, *args), self.folder)
+        except ranks.GivenUp:
             vars(self).clear()
             self.is_idle = True
-            bundled.release()
+            ranks.release()
 
     def propose(self, runner: Any, sampled_token_ids: list[list[int]], *args: Any) -> list[list[int]]:
         if not self.is_idle:

@@ -1,9 +1,8 @@
 """MtPC drafts of heads with a backbone, on vLLM's Model Runner V2.
 
-A backbone (`vllm_mtpc/heads/backbone.py`) is a few decoder layers that read keys and values of the text so far, which
-are computed from hidden states of several of the target's layers. Its attention layers are vLLM's own, so their caches
-belong to the target's KV cache groups: block tables, prefix caching, preemption and the rollback of drafts hold for
-them too. Projections are sharded over tensor-parallel ranks. Embeddings and lm_head are the target's.
+A backbone (`vllm_mtpc/heads/backbone.py`) is a few decoder layers that read keys and values computed from hidden states
+of several of the target's layers. Its attention layers are vLLM's own, with caches in the target's KV cache groups, and
+sharded over tensor-parallel ranks. Embeddings and lm_head are the target's.
 
 Algorithm, after every target forward pass, for all rows of its batch:
   1. context: the target's auxiliary hidden states go through one product, and each layer writes keys and values of the
@@ -11,12 +10,10 @@ Algorithm, after every target forward pass, for all rows of its batch:
      and then the next step write again before they read.
   2. queries: [x_1 | masks] of every request at the positions after its last row, in one pass. Their keys and values go
      to slots that the scheduler reserves (`num_lookahead_tokens`). Each query reads the text and all other queries. The
-     states after the final norm are the head's input.
+     states after the final norm are the head's input. A request always has as many queries as in training.
 
-Differences from MtpcSpeculator:
-  * The context is written in steps without drafts too.
-  * CUDA graphs hold both steps, the context for as many rows as a step verifies; other rows are written before.
-  * A request always has as many queries as in training, however few drafts are made: queries read each other.
+The context is written in steps without drafts too. CUDA graphs hold both steps, the context for as many rows as a step
+verifies; other rows are written before.
 """
 
 from __future__ import annotations

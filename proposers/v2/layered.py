@@ -1,17 +1,14 @@
 """MtPC drafts of heads with LoRA draft layers, on vLLM's Model Runner V2 (MtPC, section 3.3).
 
 Draft layers are a copy of the target's last K layers with adapters and their own KV cache. Linear layers share the
-target's weights and add LoRA on every row (`lora.py`), ops that the target compiles run as kernels, and attention
-layers are twins: same weights and kernels, another name. vLLM finds a twin by its name and gives it a cache in the KV
-cache group of the layer that it copies. So block tables, slots and attention metadata of a step hold for it too, and
-with them prefix caching, preemption and the rollback of drafts.
+target's weights and add LoRA on every row (`lora.py`); attention layers are twins: same weights and kernels, another
+name. vLLM gives a twin a cache in the KV cache group of the layer that it copies, so block tables, slots and attention
+metadata of a step hold for it too, and with them prefix caching, preemption and the rollback of drafts.
 
-Algorithm, after every target forward pass, for all rows of its batch: the residual stream that entered the target's
-layer L - K (vLLM's auxiliary hidden states) goes through the draft layers, which write and read their cache at the
-target's slots, with the target's attention metadata. The head reads the states after the final norm. Rows of rejected
-drafts write wrong states at positions that the next step writes again before it reads them.
-
-Difference from MtpcSpeculator: the draft layers run first, also in steps without drafts.
+Algorithm, after every target forward pass, also in steps without drafts: the residual stream of all rows that entered
+the target's layer L - K (vLLM's auxiliary hidden states) goes through the draft layers, which write and read their
+cache at the target's slots. The head reads the states after the final norm. Rows of rejected drafts write wrong states
+at positions that the next step writes again before it reads them.
 """
 
 from __future__ import annotations

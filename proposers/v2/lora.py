@@ -25,7 +25,6 @@ from vllm.model_executor.layers.linear import (
 )
 
 from vllm_mtpc.errors import CheckpointError
-from vllm_mtpc.proposers.heads.swap import check_same_shapes
 
 PREFIX = "base_model.model."  # PEFT's, before the names of the target's modules
 
@@ -131,7 +130,12 @@ def prepare_adapters(tree: nn.Module, lora: dict[str, Tensor], scale: float, tar
     for old, new in pairs:
         if new is old.base:
             raise CheckpointError(f"the head does not adapt {old.name}, the served one does; restart the server")
-        check_same_shapes(f"the adapter of {old.name}", zip(old.buffers(False), new.buffers(False), strict=True))
+        shapes = [[tuple(part.shape) for part in layer.buffers(False)] for layer in (old, new)]
+        if shapes[0] != shapes[1]:
+            raise CheckpointError(
+                f"the adapter of {old.name} has shapes {shapes[1]}, the served head {shapes[0]}; allowed are equal "
+                "ones; serve this head in a server of its own"
+            )
 
     def copy_all() -> None:
         for old, new in pairs:

@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_runner import init_speculator as vllm_init_speculator
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from vllm_mtpc.proposers.heads import bundled
+from vllm_mtpc.proposers.heads import ranks
 from vllm_mtpc.proposers.heads.counts import attach_counts, watch_speculator
 from vllm_mtpc.proposers.v2.structured_requests import StructuredRequests
 
@@ -57,8 +57,8 @@ class IdleSpeculator(BaseSpeculator):
 def build_or_idle(build: Callable[[], BaseSpeculator], vllm_config: VllmConfig, device: torch.device) -> BaseSpeculator:
     """Return the speculator of a bundled head, or an idle one if it cannot be built."""
     try:
-        return bundled.attempt(build, vllm_config.speculative_config.model_folder)
-    except bundled.GivenUp:
+        return ranks.attempt(build, vllm_config.speculative_config.model_folder)
+    except ranks.GivenUp:
         return IdleSpeculator(vllm_config, device)
 
 
@@ -74,14 +74,14 @@ def guard(runner: Any) -> None:
             holders = [vars(args[0]), config.compilation_config.static_forward_context] if name == "load_model" else []
             before = [dict(holder) for holder in holders]
             try:
-                return bundled.attempt(partial(call, *args, **kwargs), config.speculative_config.model_folder)
-            except bundled.GivenUp:
+                return ranks.attempt(partial(call, *args, **kwargs), config.speculative_config.model_folder)
+            except ranks.GivenUp:
                 for holder, given in zip(holders, before, strict=True):
                     holder.clear()
                     holder.update(given)
                 vars(speculator).clear()
                 runner.speculator = IdleSpeculator(config, runner.device)
-                bundled.release()
+                ranks.release()
                 return getattr(runner.speculator, name)(*args, **kwargs)
 
         return attempted

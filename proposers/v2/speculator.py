@@ -8,14 +8,12 @@ Algorithm, per request, after every target forward pass:
   4. store log q in `draft_logits`, which vLLM's rejection sampler scores the drafts with.
 
 `_generate_draft` is steps 2 to 4. It depends on fixed buffers alone and CUDA graphs hold it (`graphs.py`). Large
-batches are drafted in chunks of the rows that `config/draft_memory.py` allows. Nothing waits for the host, except the
-drafts of requests with a grammar (`structured_requests.py`).
+batches are drafted in chunks (`config/draft_memory.py`). Only drafts of requests with a grammar wait for the host
+(`structured_requests.py`).
 
-Differences from DraftModelSpeculator:
-  * There is no draft model: no attention, no KV cache. The head reads the target's hidden state.
-  * `draft_logits` have the head's dtype, and drafts are sampled from the rounded numbers that are scored.
-  * `draft_token_confidence_probs` are functions of the conditionals, never of the sampled tokens, so draft lengths
-    that are chosen by them keep the output's distribution. vLLM's acceptance estimator is not used.
+Differences from DraftModelSpeculator: there is no draft model, attention or KV cache. `draft_logits` have the head's
+dtype, and drafts are sampled from the rounded numbers that are scored. `draft_token_confidence_probs` depend on the
+conditionals, never on the sampled tokens: draft lengths chosen by them keep the output's distribution.
 """
 
 from __future__ import annotations
@@ -171,17 +169,14 @@ class MtpcSpeculator(DraftModelSpeculator):
         """Draft for the R requests of a step.
 
         Args:
-            input_batch: the target's batch.
             attn_metadata, slot_mappings: by layer; None before there are KV caches.
             last_hidden_states: [num_tokens, D], after the target's final norm.
             aux_hidden_states: of the layers that draft layers read, each [num_tokens, D].
-            num_sampled: [R]; 0 where a prompt is not read to its end.
-            num_rejected: [R], drafts that were rejected.
+            num_sampled, num_rejected: [R], tokens and rejected drafts; 0 tokens where a prompt is not read to its end.
             last_sampled: [max_num_reqs, 1], by request slot.
             next_prefill_tokens: [lookahead, max_num_reqs].
             temperature, seeds: [max_num_reqs].
             num_speculative_tokens: None in vLLM's dummy runs.
-            kwargs: other arguments of vLLM, unused.
 
         Returns:
             [R, K], int64; the first `num_speculative_tokens` columns are drafts, the others are stale.
@@ -283,8 +278,7 @@ class MtpcSpeculator(DraftModelSpeculator):
     ) -> None:
         """Draft again for the structured requests in these rows, masked with their grammars; waits for the device.
 
-        `_sample_sequential` has some float32 copies of a leaf next to the head's logits, so a quarter of the usual
-        rows takes at most the measured memory. Small leaves are not worth a second chunk.
+        `_sample_sequential` has float32 copies of a leaf next to the logits, so a chunk is a quarter of the usual rows.
         """
         assert self.structured is not None  # `propose` asks it for the rows
         leaf_bytes = self.model.circuit.num_components * self.model.vocab_size * torch.float32.itemsize
@@ -300,19 +294,15 @@ class MtpcSpeculator(DraftModelSpeculator):
                 masks.rewind()
 
     def _warm_up(self) -> None:
-        """Run the largest draft, and on a GPU one of every shape that Triton compiles for, with padding requests.
-
-        vLLM's memory profile counts the compiler's memory here; later it would be counted as a CUDA graph's.
-        """
+        """Run the largest draft, and on a GPU one of every shape that Triton compiles for, with padding requests."""
         self.idx_mapping.fill_(-1)
         for num_drafts, max_rows in self.rows_at_once.items():
             for num_reqs in batches(max_rows) if self.device.type == "cuda" else ():
                 self._generate_draft(num_reqs, num_drafts)
         num_drafts, max_rows = next(iter(self.rows_at_once.items()))
         self._generate_draft(max_rows, num_drafts)
+        most = max(self.rows_at_once)
         for num_reqs in (1, 2) if self.structured is not None else ():
             index = torch.arange(min(num_reqs, self.max_num_reqs), device=self.device)
-            params = self.model.draft_params(
-                self.hidden_states[index], self.first_tokens[index], max(self.rows_at_once)
-            )
+            params = self.model.draft_params(self.hidden_states[index], self.first_tokens[index], most)
             self._sample_sequential(params, index)

@@ -1,12 +1,10 @@
 """Sampling and verification on Model Runner V2: coupled for PTP and for requests with a seed, else by rejection.
 
-Coupled requests get the tokens that plain vLLM samples, whatever the drafts, the schedule and the batch are. Without
-drafts vLLM samples the token after position i as argmax_v log p(v) + g(seed, i, v): p is the processed distribution, g
-Gumbel noise hashed from its arguments. A coupled request's token of every verified row is sampled so, by vLLM's own
-function, and drafts are accepted while they equal it. Its drafts are argmax_v log q(v) + g(seed, i, v) with the *same*
-noise, and equal the token with probability at least (1 - TV(p, q)) / (1 + TV(p, q)) (Daliri, Musco and Suresh 2024,
-Gumbel coupling); rejection sampling accepts 1 - TV(p, q). The drafts of other requests take noise of another stream
-(DRAFTING), which rejection sampling needs.
+Coupled requests get the tokens that plain vLLM samples: the token after position i is argmax_v log p(v) + g(seed, i, v)
+with the processed distribution p and Gumbel noise g hashed from its arguments. Their drafts have the *same* noise,
+argmax_v log q(v) + g(seed, i, v), and are accepted while they equal the token: with probability at least
+(1 - TV(p, q)) / (1 + TV(p, q)) (Daliri, Musco and Suresh 2024, Gumbel coupling); rejection sampling accepts
+1 - TV(p, q). The drafts of other requests take noise of another stream (DRAFTING), which rejection sampling needs.
 
 Pick, for PTP (Parallel Token Prediction): every output token is Pick(u, Q), the smallest token whose cumulative
 probability under the target's processed distribution Q exceeds u, a hash of the request's seed and the position of the
@@ -14,17 +12,14 @@ row that gives Q. Drafts are accepted while they equal it, so the text is that o
 temperature 0 the token is the argmax and u is 0.5. vLLM's fused samplers draw other numbers and are not used.
 
 Drafts that a grammar forbids and that were not masked (`structured_requests.py`): vLLM 0.32 marks the first one and all
-after it as -1 and samples the first one's token from p. That is biased: the draft came from q and is rejected because
-p is 0 there, so the token must come from max(p - q, 0). Here the first one is verified like any other draft. Its row is
-masked with the grammar, so it is never accepted.
+after it as -1 and samples its token from p, where it must come from max(p - q, 0). Here the first one is verified like
+any other draft. Its row is masked with the grammar, so it is never accepted.
 
 Fresh noise: vLLM 0.32 keys the noise of a token by seed and position, so a rejected draft is sampled again from the
-same noise. Standard rejection has not read the noise after the first rejection. Block verification and adaptive
-verification have: the accepted length depends on it, and the output distribution would be biased. For both, drafts,
-acceptance and resampling use a seed of the step, seed XOR (position of the step's first row << 32); a request's steps
-start at different positions. vLLM 0.33 XORs the draft's number << 32 where it verifies blocks. There only the drafts,
-which vLLM has no part in, take the step's seed: with both, position 4 as draft 1 and 5 as draft 0 would collide
-(5 XOR 0 = 4 XOR 1).
+same noise. In block and adaptive verification the accepted length depends on that noise, which biases the output. For
+both, drafts, acceptance and resampling use a seed of the step, seed XOR (position of the step's first row << 32). vLLM
+0.33 XORs the draft's number << 32 where it verifies blocks; there only the drafts take the step's seed: with both,
+position 4 as draft 1 and 5 as draft 0 would collide (5 XOR 0 = 4 XOR 1).
 """
 
 from __future__ import annotations
@@ -68,7 +63,7 @@ def is_stepped(spec_config: SpeculativeConfig) -> bool:
 
 
 def step_seeds(seeds: Tensor, anchor: Tensor) -> Tensor:
-    """Return seeds [R], int64, of steps whose first rows are at positions anchor [R] (>= 1: after a prompt)."""
+    """Return seeds [R], int64, of steps whose first rows are at positions anchor [R] >= 1."""
     return seeds ^ (anchor.long() << 32)
 
 
@@ -80,10 +75,7 @@ def unmark_first(invalid: Tensor) -> Tensor:
 
 
 def u_of(seeds: Tensor, temperature: Tensor, slots: Tensor, pos: Tensor) -> Tensor:
-    """Return u [T], float32, of the tokens that follow positions pos [T] of the requests in slots [T].
-
-    Drafts and verification both call it. seeds, temperature: [slots].
-    """
+    """Return u [T], float32, of the tokens after positions pos [T] of requests in slots [T]; seeds, ..: [slots]."""
     return torch.where(temperature[slots] == 0, GREEDY_U, uniform(seeds[slots], pos))
 
 
@@ -246,7 +238,7 @@ class CoupledRejectionSampler(Verifier):
     """Accepts drafts while they are the tokens that `sampler` picks."""
 
     @staticmethod
-    def extend_sampler(sampler: Sampler, spec_config: SpeculativeConfig) -> CoupledSampler:
+    def extend_sampler(sampler: Sampler, spec_config: SpeculativeConfig) -> Sampler:
         sampler.__class__ = CoupledSampler
         return sampler
 

@@ -14,7 +14,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.proposers.config import switches
-from vllm_mtpc.proposers.heads import bundled, counts
+from vllm_mtpc.proposers.heads import counts, ranks
 from vllm_mtpc.proposers.patches.patch import derived
 from vllm_mtpc.proposers.patches.scheduler import HeadScheduler
 from vllm_mtpc.proposers.v1 import proposer
@@ -30,7 +30,7 @@ def fixture_said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Warnings of the package."""
     lines: list[str] = []
     monkeypatch.setattr(switches.logger, "warning", lambda text, *values: lines.append(text % values))
-    monkeypatch.setattr(bundled, "get_tp_group", lambda: SimpleNamespace(rank_in_group=0))
+    monkeypatch.setattr(ranks, "get_tp_group", lambda: SimpleNamespace(rank_in_group=0))
     return lines
 
 
@@ -39,9 +39,9 @@ def raising(*args: Any, **kwargs: Any) -> Any:
 
 
 def test_failure_is_one_warning_in_one_line(said: list[str]) -> None:
-    assert bundled.attempt(lambda: "made", "head") == "made" and said == []
-    with pytest.raises(bundled.GivenUp):
-        bundled.attempt(raising, "head")
+    assert ranks.attempt(lambda: "made", "head") == "made" and said == []
+    with pytest.raises(ranks.GivenUp):
+        ranks.attempt(raising, "head")
     assert said == [
         "Serving without drafts: the head that the target bundles, head, is not served here: "
         "out of shared memory: block size 16"

@@ -26,26 +26,19 @@ def argmax(log_q: Tensor, k: int) -> Tensor:
 
 
 def test_conditionals_are_masked_and_the_grammar_is_rolled_back() -> None:
-    grammar = Counting()
+    grammar, seen = Counting(), list[Tensor]()
     grammar.accept_tokens("r", [5, 6])
     step = masks(r1=grammar)
-    pick = step.around(argmax)
+    pick = step.around(lambda log_q, k: (seen.append(log_q.clone()), argmax(log_q, k))[1])
     log_q = torch.linspace(0, -8, VOCAB).repeat(3, 1).log_softmax(-1)  # the smallest token is the likeliest
     drafts = torch.stack([pick(log_q.clone(), k) for k in range(3)], 1)
     assert drafts[1].tolist() == [2, 3, 4]  # the smallest allowed
     assert drafts[0].tolist() == drafts[2].tolist() == [0, 0, 0]  # rows without a grammar
+    assert all((log_q.exp()[1, : 2 + k] == 0).all() for k, log_q in enumerate(seen))
+    torch.testing.assert_close(torch.stack(seen).exp().sum(-1), torch.ones(3, 3))
     step.rewind()
     assert grammar.read == [5, 6]
-
-
-def test_masked_conditionals_are_distributions() -> None:
-    seen: list[Tensor] = []
-    grammar = Counting()
-    grammar.accept_tokens("r", [5] * 4)
-    step = masks(r0=grammar)
-    step.around(lambda log_q, k: (seen.append(log_q.clone()), argmax(log_q, k))[1])(torch.zeros(1, VOCAB), 0)
-    assert (seen[0].exp()[0, :4] == 0).all()
-    torch.testing.assert_close(seen[0].exp().sum(), torch.tensor(1.0))
+    assert masks().around(argmax) is argmax  # a batch without grammars
 
 
 def test_drafts_end_with_their_grammar() -> None:
@@ -61,10 +54,6 @@ def test_drafts_end_with_their_grammar() -> None:
     assert step.lengths == {0: 0, 1: 2}
     step.rewind()
     assert (ended.read, ending.read, going.read) == ([9], [], [])
-
-
-def test_batch_without_grammars_is_not_masked() -> None:
-    assert masks().around(argmax) is argmax
 
 
 def test_refused_token_ends_the_masking() -> None:
@@ -176,27 +165,17 @@ def test_drafts_are_unmasked_if_the_backend_fails(caplog: pytest.LogCaptureFixtu
     assert made.masks({"a": state([4])}, ["a"], [[4]]).unmasked == [0]
 
 
-def test_drafts_after_the_first_forbidden_one_are_invalid() -> None:
-    pytest.importorskip(
-        "vllm.v1.worker.gpu.spec_decode.rejection_sampler", reason="vLLM is not installed: run scripts/setup.sh"
-    )
-    from vllm_mtpc.proposers.v2.verification import unmark_first
-
-    #                      a request's rows: its token, then its drafts
-    invalid = torch.tensor([False, False, True, True, False, True, False, False, True, True, True])
-    expected = torch.tensor([False, False, False, True, False, False, False, False, False, True, True])
-    assert torch.equal(unmark_first(invalid), expected)
-
-
 def test_v2_verifies_the_first_forbidden_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
     from vllm_mtpc.proposers.v2.verification import Verifier
 
-    verifier = object.__new__(Verifier)
+    verifier, probabilities = object.__new__(Verifier), torch.zeros(1, 2, 3)
     monkeypatch.setattr(RejectionSampler, "__call__", lambda self, logits, batch, draft_logits, invalid: invalid)
-    invalid, probabilities = torch.tensor([False, True, True]), torch.zeros(1, 2, 3)
-    assert verifier(None, None, probabilities, invalid).tolist() == [False, False, True]
+    #                      a request's rows: its token, then its drafts
+    invalid = torch.tensor([False, False, True, True, False, True, False, False, True, True, True])
+    expected = torch.tensor([False, False, False, True, False, False, False, False, False, True, True])
+    assert torch.equal(verifier(None, None, probabilities, invalid), expected)
     assert verifier(None, None, None, invalid) is invalid, "argmax drafts have no residual distribution"
     assert verifier(None, None, probabilities, None) is None
 

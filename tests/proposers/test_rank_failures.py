@@ -27,7 +27,8 @@ def on_two_ranks(place: Path, store: Path) -> list[Any]:
 
 def failing_on_rank_1(rank: int, place: Path) -> dict[str, Any]:
     """What each failure ends with, and whether the same drafts are made after all of them."""
-    from vllm_mtpc.proposers.heads import bundled, load, swap
+    from vllm_mtpc.proposers.heads import load, swap
+    from vllm_mtpc.proposers.heads import ranks as agreement
 
     def raising(*args: Any) -> Any:
         raise MemoryError("no room\n  for it")
@@ -46,8 +47,8 @@ def failing_on_rank_1(rank: int, place: Path) -> dict[str, Any]:
     with mock.patch.object(speculators, "Target", Target), ExitStack() as stack:
         failing = mock.patch.object(load, "load_head", raising) if rank else ExitStack()
         warnings: list[str] = []
-        with failing, mock.patch.object(bundled, "warn", lambda folder, error: warnings.append(str(error))):
-            found = {"bundled": outcome(bundled.attempt, serve, "head"), "named": outcome(serve)}
+        with failing, mock.patch.object(agreement, "warn", lambda folder, error: warnings.append(str(error))):
+            found = {"bundled": outcome(agreement.attempt, serve, "head"), "named": outcome(serve)}
         found["warned"] = warnings
         made = stack.enter_context(speculator(Setting(place, 4)))
         config = SimpleNamespace(speculative_config=made.speculative_config, use_v2_model_runner=True)

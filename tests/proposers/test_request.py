@@ -11,15 +11,21 @@ from vllm.exceptions import VLLMValidationError
 from vllm_mtpc.proposers.config import request_options as request
 
 
-@pytest.mark.parametrize(("extra", "drafts"), [(None, 7), ({}, 7), ({"mtpc_drafts": 3}, 3), ({"mtpc_drafts": 0}, 0)])
-def test_drafts_of_a_request(extra: dict[str, Any] | None, drafts: int) -> None:
-    request.check_request(SamplingParams(extra_args=extra), 7)
-    assert request.max_drafts(SamplingParams(extra_args=extra), 7) == drafts
-
-
-@pytest.mark.parametrize("given", [{"min_p": 0.1}, {"logit_bias": {5: 1.0}}])
-def test_what_vllm_does_not_verify_is_not_drafted_for(given: dict[str, Any]) -> None:
-    assert request.max_drafts(SamplingParams(**given), 7) == 0
+@pytest.mark.parametrize(
+    ("given", "drafts"),
+    [
+        ({}, 7),
+        ({"extra_args": {}}, 7),
+        ({"extra_args": {"mtpc_drafts": 3}}, 3),
+        ({"extra_args": {"mtpc_drafts": 0}}, 0),
+        ({"min_p": 0.1}, 0),  # vLLM verifies no drafts with these two
+        ({"logit_bias": {5: 1.0}}, 0),
+    ],
+)
+def test_drafts_of_a_request(given: dict[str, Any], drafts: int) -> None:
+    request.check_request(SamplingParams(**given), 7)
+    assert request.max_drafts(SamplingParams(**given), 7) == drafts
+    assert request.max_drafts(None, 7) == 7  # a pooling request
 
 
 @pytest.mark.parametrize(
@@ -41,10 +47,6 @@ def test_seeds_beyond_64_bits_are_refused() -> None:
     request.check_request(SamplingParams(seed=2**63 - 2, n=2), 7)
     with pytest.raises(VLLMValidationError, match=rf"n=2.*allowed are seeds up to {2**63 - 2}; lower the seed"):
         request.check_request(SamplingParams(seed=2**63 - 1, n=2), 7)
-
-
-def test_drafts_of_a_pooling_request() -> None:
-    assert request.max_drafts(None, 7) == 7
 
 
 @pytest.mark.parametrize("value", [-1, 8, 2.5, "3", True, [1]])

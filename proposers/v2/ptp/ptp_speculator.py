@@ -10,12 +10,9 @@ first draft is the token that verification will pick. The other drafts come from
 that u from the row before. Verification picks with the same u, a hash of (seed, position) that both compute
 (`verification.py`), so a draft is accepted where the student is right.
 
-Differences from DraftModelSpeculator:
-  * The draft model is the target: same weights, same attention layers, and the KV cache of the committed tokens.
-  * The student writes to its own KV blocks (`groups.py`), never to a request's: there are no lookahead slots.
-  * KV slots follow each other, positions need not: an auxiliary row has the position of the token that predicts the
-    same token.
-  * There are no `draft_logits`: verification compares tokens.
+Differences from DraftModelSpeculator: the draft model is the target, with the KV cache of the committed tokens. The
+student writes to its own KV blocks (`groups.py`). An auxiliary row has the position of the token that predicts the same
+token. There are no `draft_logits`: verification compares tokens.
 """
 
 from __future__ import annotations
@@ -89,7 +86,7 @@ class PtpSpeculator(DraftModelSpeculator):
         self.priorities = eager_priorities(vllm_config)
 
     def max_pass_rows(self) -> int:
-        """Return the maximum number of rows in a forward pass of the student."""
+        """Return the most rows in a forward pass of the student."""
         return self.plan.max_rows
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
