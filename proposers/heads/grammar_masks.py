@@ -4,16 +4,13 @@ For each structured request, on either model runner: a matcher of the grammar, c
 emitted tokens. While drafts are sampled it masks log q(x_k | x_<k), accepts the sampled draft, and is rolled back after
 the last draft. The rejection sampler receives the masked distribution.
 
-vLLM checks the grammar after drafting: it prunes drafts from the first forbidden one and takes the token there from the
-target. That biases the output, because a draft that the target gives no probability must be replaced from the residual
-distribution max(p - q, 0). A masked draft is never pruned.
+vLLM prunes drafts from the first forbidden one and takes the token there from the target, which biases the output: the
+token must come from max(p - q, 0). A masked draft is never pruned. Drafts are not masked if `mask_drafts` is off or no
+matcher can follow (a reasoning parser starts the grammar later, or the matcher refuses a token). Both runners keep the
+output distribution then (v1/proposer.py: set_one_hot, v2/verification.py).
 
-Each masked draft synchronises with the host; steps without structured requests do not. Drafts are not masked if
-`mask_drafts` is off or no matcher can follow (a reasoning parser starts the grammar later, or the matcher refuses a
-token). Both runners keep the output distribution then (v1/proposer.py: set_one_hot, v2/verification.py).
-
-Grammars are compiled in threads and no step waits for one. Tensor-parallel ranks must draft the same tokens, so they
-exchange which grammars are compiled, in steps with a grammar that is not in use yet.
+Each masked draft synchronises with the host; steps without structured requests do not. Grammars are compiled in
+threads; tensor-parallel ranks exchange which are compiled, because they must draft the same tokens.
 """
 
 from __future__ import annotations
@@ -39,17 +36,11 @@ from vllm_mtpc.proposers.config.switches import logger
 
 @dataclass
 class Follower:
-    """The grammar of a request.
+    """The grammar of a request."""
 
-    Attributes:
-        grammar: a StructuredOutputGrammar; None while it is compiled, or if it cannot be followed.
-        num_read: output tokens that it has read.
-        compiling: the StructuredOutputRequest that is being compiled, or None.
-    """
-
-    grammar: Any
-    num_read: int = 0
-    compiling: Any = None
+    grammar: Any  # a StructuredOutputGrammar; None while it is compiled, or if it cannot be followed
+    num_read: int = 0  # output tokens that it has read
+    compiling: Any = None  # the StructuredOutputRequest that is being compiled, or None
 
     def read(self, request_id: str, tokens: list[int]) -> None:
         """Read the output tokens of a request that were not read yet."""
@@ -61,19 +52,12 @@ class Follower:
 
 @dataclass
 class Masks:
-    """The grammars of one step.
+    """The grammars of one step."""
 
-    Attributes:
-        bitmask: [max_num_seqs, ceil(V / 32)] int32, one bit per token; None before the first grammar.
-        rows: followers by row of the batch.
-        unmasked: rows of structured requests without a follower.
-        lengths: number of drafts by row, for rows whose grammar ends.
-    """
-
-    bitmask: Tensor | None
-    rows: dict[int, Follower] = field(default_factory=dict)
-    unmasked: list[int] = field(default_factory=list)
-    lengths: dict[int, int] = field(default_factory=dict)
+    bitmask: Tensor | None  # [max_num_seqs, ceil(V / 32)] int32, one bit per token; None before the first grammar
+    rows: dict[int, Follower] = field(default_factory=dict)  # by row of the batch
+    unmasked: list[int] = field(default_factory=list)  # rows of structured requests without a follower
+    lengths: dict[int, int] = field(default_factory=dict)  # drafts by row, for rows whose grammar ends
     _advanced: Counter[int] = field(default_factory=Counter)
 
     def around(self, pick: Pick) -> Pick:
@@ -108,8 +92,7 @@ class Masks:
 class HeadStructuredOutputManager(StructuredOutputManager):
     """vLLM's, with grammars that read the tokens of a step one by one, as without drafts.
 
-    llguidance refuses a list with a token after the end of text, which requests with `ignore_eos` have; vLLM 0.32 then
-    ends the request with an error.
+    llguidance refuses a list with a token after the end of text (`ignore_eos`), and vLLM 0.32 ends the request then.
     """
 
     def _create_grammar(self, request: Any) -> StructuredOutputGrammar:

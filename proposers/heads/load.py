@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -24,9 +23,8 @@ from vllm_mtpc.heads.base import Head
 from vllm_mtpc.heads.linear import LinearHead, pays
 from vllm_mtpc.kernels.shard import Shard
 from vllm_mtpc.proposers.config.draft_memory import divides_logits
+from vllm_mtpc.proposers.config.switches import logger
 from vllm_mtpc.proposers.heads.ranks import succeed_together
-
-logger = logging.getLogger("vllm.mtpc")
 
 
 def log_drafts(vllm_config: Any, graphs: str) -> None:
@@ -49,12 +47,10 @@ def load_served_head(
     """Load the head of a folder.
 
     Args:
-        folder: the head's.
+        folder, device: of the head.
         dtype: of its weights where head_dtype is "auto".
-        device: of its weights.
         target_model: vLLM's model, whose lm_head some heads use.
         target_dtype: dtype of the target's hidden states.
-        head_dtype: option of `speculative_config`.
         num_drafts: the most drafts per step; None: all of the window.
 
     Raises:

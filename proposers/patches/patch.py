@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,10 +17,9 @@ from importlib.abc import MetaPathFinder
 from typing import Any, TypeVar
 
 from vllm_mtpc.proposers.config import versions
+from vllm_mtpc.proposers.config.switches import logger
 
 Head = TypeVar("Head")
-logger = logging.getLogger("vllm.mtpc")
-
 applied: dict[str, Patch] = {}  # by "module:attribute"
 problems: list[str] = []  # patches that could not be applied, for refuse_moved
 

@@ -54,10 +54,8 @@ MARGIN_ALONE, MARGIN = 1.03, 1.1
 def card_rates(measured: Mapping[str, Sequence[float]], num_drafts: int) -> Floats:
     """Return the acceptance of draft k after accepted drafts before it, [2, K], from the head's card.
 
-    Args:
-        measured: P(the first k drafts are all accepted) by temperature, "t0" and "t1". An absent temperature takes
-            the values of the other, unmeasured drafts take ASSUMED.
-        num_drafts: K.
+    measured: P(the first k drafts are all accepted) by temperature, "t0" and "t1". An absent temperature takes the
+    values of the other, unmeasured drafts take ASSUMED.
     """
     rates = np.full((2, num_drafts), ASSUMED)
     for row, key in zip(rates, ("t0", "t1"), strict=True):
@@ -82,12 +80,7 @@ class Acceptance:
         self._lift_counts = np.zeros((2, *self.lifts.shape))  # (accepted, expected at lift 1), class, bin
 
     def cumulative(self, confidence: Floats, kind: NDArray[np.int64]) -> Floats:
-        """Return P(the first k drafts are all accepted), [B, K].
-
-        Args:
-            confidence: [B, K].
-            kind: [B], GREEDY or SAMPLED.
-        """
+        """Return P(the first k drafts are all accepted), [B, K], from confidence [B, K] and kind [B]."""
         lifts = self.lifts[kind[:, None], np.searchsorted(BIN_EDGES, confidence)]
         chances = self.rates[kind, : confidence.shape[1]] * lifts
         return np.minimum(chances, 0.995).cumprod(axis=1)
@@ -188,12 +181,10 @@ class LinearCost:
 
 
 def step_features(batch: int, rows: int | NDArray[Any], is_verifying: bool | NDArray[Any]) -> Features:
-    """Return the features of a step of the target with so many rows, which verifies drafts or not."""
     return 1.0, batch, rows, is_verifying
 
 
 def draft_features(batch: int, drafts: int | NDArray[Any]) -> Features:
-    """Return the features of drafting so many tokens for each request."""
     return 1.0, batch, drafts, batch * drafts
 
 
@@ -209,11 +200,8 @@ class Plan(NamedTuple):
 class Costs:
     """Seconds of a step of the target and of a draft, for batches of one kind on this machine.
 
-    The first weights have the proportions of CPU_STEP and CPU_DRAFT, or those of `like`.
-
-    Args:
-        load: multiplications of the head for one draft, divided by those of the target for one row.
-        like: costs of batches of another kind.
+    The first weights have the proportions of CPU_STEP and CPU_DRAFT, or those of `like`. load: multiplications of the
+    head for one draft, divided by those of the target for one row.
     """
 
     def __init__(self, load: float, like: Costs | None = None) -> None:
@@ -321,16 +309,11 @@ class DraftPlanner:
     def begin_step(
         self, names: Sequence[str], verified: Sequence[int], emitted: Sequence[int], is_plain_decoding: bool
     ) -> int:
-        """Learn from the step that the target has just finished.
+        """Learn from the step that the target has just finished; return the drafts that the scheduler has pruned.
 
         Args:
-            names: its requests.
-            verified: verified drafts of each.
-            emitted: emitted tokens of each; 0 for an unfinished prompt.
+            names, verified, emitted: requests, their verified drafts and emitted tokens; 0 for an unfinished prompt.
             is_plain_decoding: whether the step read no prompt.
-
-        Returns:
-            Drafts of the last step that the scheduler has pruned.
         """
         now, batch = time.perf_counter(), tuple(names)
         pruned = self._observe(batch, verified, emitted)

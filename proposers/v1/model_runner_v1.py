@@ -1,10 +1,9 @@
 """vLLM's V1 model runner with drafts of `MtpcProposer`; on a CPU requests with a seed are verified by coupling.
 
 Coupling (see `proposers/v2/verification.py`): vLLM's sampler on a CPU draws one number per token from the request's
-generator, and derives the token's Gumbel noise from it. The numbers of the next tokens can therefore be drawn ahead and
-put back. Drafts are sampled with them, the target's token at a drafted row with the same, and the generator advances by
-the number of kept tokens. On other devices V1 draws noise of the vocabulary's size per token, and the number of kept
-tokens is known after the step: a seed guarantees only the distribution there.
+generator, and derives the token's Gumbel noise from it. Drafts and the target's tokens at their rows are sampled with
+the same numbers, drawn ahead; the generator advances by the number of kept tokens. On other devices V1 draws noise of
+the vocabulary's size per token: a seed guarantees only the distribution there.
 """
 
 from __future__ import annotations

@@ -146,18 +146,12 @@ class MtpcProposer:
         spec_decode_metadata: Any,
         scheduler_output: Any,
     ) -> list[list[int]]:
-        """Draft for a batch; the runner receives the draft probabilities.
+        """Return drafts per request, [] for an unfinished prompt; the runner receives the draft probabilities.
 
         Args:
-            runner: vLLM's model runner.
             sampled_token_ids: tokens of this step per request; [] for an unfinished prompt.
-            sampling_metadata: vLLM's.
             sample_hidden_states: [num rows with logits, D].
-            spec_decode_metadata: vLLM's; None for a step that verified nothing.
-            scheduler_output: vLLM's.
-
-        Returns:
-            Drafts per request; [] for an unfinished prompt.
+            spec_decode_metadata: None for a step that verified nothing.
         """
         names, emitted = runner.input_batch.req_ids, [len(tokens) for tokens in sampled_token_ids]
         verified = [0] * len(emitted) if spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
@@ -282,9 +276,7 @@ class BundledProposer(MtpcProposer):
         states = torch.zeros(1, head.hidden_size, dtype=self.target_dtype, device=device)
         with torch.inference_mode():
             params = head.draft_params(states, torch.zeros(1, dtype=torch.int64, device=device), self.num_drafts)
-            naive.draft(
-                head.circuit.program, *params, pick=lambda log_q, k: log_q.argmax(dim=-1), shard=head.leaf_shard
-            )
+            naive.draft(head.circuit.program, *params, pick=lambda log_q, k: log_q.argmax(-1), shard=head.leaf_shard)
 
     def _attempt(self, call: Callable[..., None], *args: Any) -> None:
         try:
