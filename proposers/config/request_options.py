@@ -17,12 +17,7 @@ _LARGEST_SEED = 2**63 - 1
 
 
 def max_drafts(params: Any, limit: int) -> int:
-    """Return the most drafts per step of a request, at most `limit`.
-
-    Args:
-        params: its SamplingParams; None for a pooling request.
-        limit: the engine's num_speculative_tokens.
-    """
+    """Return the most drafts per step of a request, at most `limit`; params: None for a pooling request."""
     if getattr(params, "min_p", 0) or getattr(params, "logit_bias", None):  # vLLM verifies no drafts with these
         return 0
     given = getattr(params, "extra_args", None)
@@ -35,12 +30,7 @@ def excludes_drafts(params: Any) -> bool:
 
 
 def check_request(params: Any, limit: int) -> None:
-    """Raise VLLMValidationError (HTTP 400) for SamplingParams that cannot be served.
-
-    Args:
-        params: vLLM's SamplingParams.
-        limit: the engine's num_speculative_tokens.
-    """
+    """Raise VLLMValidationError (HTTP 400) for SamplingParams that cannot be served with `limit` drafts."""
     if (params.seed or 0) + params.n - 1 > _LARGEST_SEED:
         raise VLLMValidationError(
             f"seed={params.seed} with n={params.n}: sample i has seed + i; allowed are seeds up to "

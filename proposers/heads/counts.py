@@ -41,13 +41,7 @@ def read_counts(stats: Any) -> Counter[str]:
 
 
 def count_by_class(requests: Mapping[str, Any], verified: Mapping[str, Any], output: Any) -> Counter[str]:
-    """Return the counts of one step by the class of its requests.
-
-    Args:
-        requests: vLLM's Requests by id.
-        verified: draft tokens by request id.
-        output: vLLM's ModelRunnerOutput.
-    """
+    """Return the counts of one step by the class of its requests; verified: draft tokens by request id."""
     counts = Counter[str]()
     for name, tokens in zip(output.req_ids, output.sampled_token_ids, strict=False):
         if len(tokens) and (request := requests.get(name)) is not None:

@@ -28,14 +28,11 @@ OTHER_FIELDS = {"speculators_config", "speculators_version", "format_version", "
 
 
 def swap(runner: Any, path: str) -> dict[str, Any]:
-    """Serve the head in a folder from the next step on.
+    """Serve the head in a folder from the next step on; return its folder, method and main sizes.
 
     Args:
         runner: vLLM's model runner, V1 or V2.
         path: folder of the new head.
-
-    Returns:
-        Its folder, method and main sizes.
 
     Raises:
         ServeConfigError: the head does not fit; the old one remains.

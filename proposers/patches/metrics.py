@@ -49,13 +49,7 @@ def logging_class(original: Any) -> type:
 
 
 def format_counts(counts: Counter[str], most: int, seconds: float) -> str:
-    """Return one line for the log.
-
-    Args:
-        counts: those of `counts.NAMES`, "verified" and "accepted".
-        most: K, the drafts that a step has room for.
-        seconds: duration of the counts.
-    """
+    """Return one line for the log; counts: those of `counts.NAMES`, "verified" and "accepted"; most: K."""
     steps = counts["steps"]
     kinds = {kind: counts[f"{kind} steps"] for kind in CLASSES}
     means = [f"{kind} {1 + counts[f'{kind} accepted_tokens'] / of:.2f}" for kind, of in kinds.items() if of]

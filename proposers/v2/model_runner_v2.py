@@ -86,7 +86,6 @@ def guard(runner: Any) -> None:
 
         return attempted
 
-    runner.unguarded = {name: own for name, own in vars(speculator).items() if name in GUARDED}
     vars(speculator).update({name: guarded(name) for name in GUARDED})
 
 
@@ -95,7 +94,6 @@ def unguard(runner: Any) -> None:
     if not isinstance(runner.speculator, IdleSpeculator):
         for name in GUARDED:
             delattr(runner.speculator, name)
-        vars(runner.speculator).update(runner.unguarded)
 
 
 def speculator_class(spec: Any) -> type:
@@ -109,7 +107,6 @@ def our_speculator() -> Iterator[None]:
 
     def init_speculator(vllm_config: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
         spec = vllm_config.speculative_config
-
         build = partial(speculator_class(spec), vllm_config, device)
         return build_or_idle(build, vllm_config, device) if spec.is_bundled else build()
 
@@ -150,7 +147,6 @@ class HeadModelRunner(GPUModelRunner):
             return
         if spec.mask_drafts:
             self.speculator.structured = StructuredRequests(self.vllm_config, self.req_states)
-        watch_speculator(self.speculator)
         if spec.is_bundled:
             guard(self)
 
@@ -158,6 +154,8 @@ class HeadModelRunner(GPUModelRunner):
         """Finish the start, before the first request."""
         if self.speculator is not None and self.speculative_config.is_bundled:
             unguard(self)
+        if self.speculator is not None and not isinstance(self.speculator, IdleSpeculator):
+            watch_speculator(self.speculator)
 
     def add_requests(self, scheduler_output: Any) -> None:
         """Register also the requests whose drafts are masked with a grammar."""

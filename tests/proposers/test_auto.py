@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from tests.support.configs import engine_config, write_head
-from tests.support.models import make_ptp_head, make_target
+from tests.support.configs import engine_config
 from vllm_mtpc.checkpoint.locate import bundled_heads, find_head
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.proposers.config import switches
@@ -20,16 +19,6 @@ from vllm_mtpc.proposers.config.switches import AUTO
 from vllm_mtpc.proposers.patches import engine_args
 
 Lines = list[str]
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target, and next to it an MtPC head `head` and a PTP head `ptp`."""
-    folder = tmp_path_factory.mktemp("auto")
-    target = make_target(folder / "target", vocab_size=32, seed=0)
-    write_head(folder / "head", target.config.to_dict())
-    make_ptp_head(folder / "ptp", target, "o-ptp", window=5)
-    return folder
 
 
 @pytest.fixture

@@ -24,7 +24,8 @@ from vllm_mtpc.checkpoint import read_config, save_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.heads import build_head
-from vllm_mtpc.proposers.config import engine_checks, ptp_options
+from vllm_mtpc.plan.draft_schedule import KEY
+from vllm_mtpc.proposers.config import circuit_options, engine_checks, ptp_options
 from vllm_mtpc.proposers.config.circuit_options import BEFORE_NORM
 from vllm_mtpc.proposers.config.engine_checks import check_draft_layers, how_to_v2
 from vllm_mtpc.proposers.config.ptp_options import choose_attention
@@ -103,6 +104,20 @@ MIMO = {"model_type": "qwen2", "architectures": ["MiMoForCausalLM"], "num_nextn_
 GEMMA = {"model_type": "gemma", "architectures": ["GemmaForCausalLM"], "hidden_activation": "gelu_pytorch_tanh"}
 BLOOM = {"model_type": "bloom", "architectures": ["BloomForCausalLM"]}
 SLIDING = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 16}
+BAD_SCHEDULES: list[tuple[Any, str]] = [
+    ("on", "is a str"),
+    (4, "is a int"),
+    (True, "is a bool"),
+    ([], "must not be empty"),
+    ([[1, 8]], "[1, 8] is not three whole numbers"),
+    ([[1, 8, 2.0]], "is not three whole numbers"),
+    ([[1, 8, True]], "is not three whole numbers"),
+    ([[1, 8, 5]], "5 drafts are more than num_speculative_tokens"),
+    ([[1, 8, -1]], "must be >= 0"),
+    ([[2, 8, 1]], "must start at 1"),
+    ([[1, 8, 2], [8, 9, 1]], "non-overlapping"),
+    ([[8, 1, 2]], "start must be <= end"),
+]
 CASES = [
     # values of options
     *[options(f"num_speculative_tokens={k} .. 1 to 4", num_speculative_tokens=k) for k in (0, -1, 5, 2.5, "3")],
@@ -124,6 +139,8 @@ CASES = [
       for rule in ("fly", "lenient")],
     options("with a CPU .. full CUDA graphs .. min_acceptance", enable_adaptive_verification=True),
     Case("min_acceptance=0.2 .. enable_adaptive_verification", options={"min_acceptance": 0.2}, runner=2),
+    *[options(f"{KEY}={given!r} .. {reason} .. 0 to 4 drafts .. \"off\" .. type e.g.", **{KEY: given})
+      for given, reason in BAD_SCHEDULES],
     # the head and its files
     options("is of method 'mtpc', not 'ptp' .. \"method\": \"mtpc\"", method="ptp"),
     options("is of method 'ptp', not 'mtpc'", "o-ptp", method="mtpc"),
@@ -252,7 +269,7 @@ def test_target_with_wider_states_is_refused(place: Path, monkeypatch: pytest.Mo
     from vllm.model_executor.model_loader import utils
 
     rewrite(place / "target" / "config.json", hc_mult=4)
-    engine_config(place / "target", {"method": "mtpc", "model": str(place / "mtpc")})  # its states have one copy
+    served(place)  # its states have one copy
     wide = type("Model", (), {"get_mtp_target_hidden_states": lambda self: None})
     monkeypatch.setattr(utils, "get_model_cls", lambda target: wide)
     message = refusal(place)
@@ -375,15 +392,19 @@ def test_drafts_without_graphs_log_one_warning(
     assert modes == [CUDAGraphMode[mode if backend == "FLASH_ATTN" else "NONE"]]
 
 
+def served(place: Path, head: str = "mtpc", **options: Any) -> Any:
+    """Return the speculative config of an engine with this head and these options."""
+    given = {"method": "ptp" if head == "o-ptp" else "mtpc", "model": str(place / head), **options}
+    return engine_config(place / "target", given).speculative_config
+
+
 def test_defaults_of_a_circuit_head(place: Path) -> None:
-    spec = engine_config(place / "target", {"method": "mtpc", "model": str(place / "mtpc")}).speculative_config
+    spec = served(place)
     assert spec.num_speculative_tokens == 4 and spec.draft_sample_method == "probabilistic"
     assert "circuit='btree'" in repr(spec)
     rewrite(place / "mtpc" / "config.json", draft_sample_method="greedy")
-    given = {"method": "mtpc", "model": str(place / "mtpc")}
-    assert engine_config(place / "target", given).speculative_config.draft_sample_method == "greedy"
-    asked = {**given, "draft_sample_method": "probabilistic", "head_dtype": "float16"}
-    spec = engine_config(place / "target", asked).speculative_config
+    assert served(place).draft_sample_method == "greedy"
+    spec = served(place, draft_sample_method="probabilistic", head_dtype="float16")
     assert spec.draft_sample_method == "probabilistic" and "head_dtype='float16'" in repr(spec)
 
 
@@ -398,30 +419,21 @@ def test_defaults_of_a_ptp_head(place: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert config.cache_config.block_size == 32  # on a CPU: groups own blocks, so small ones
     assert engine_config(place / "o-ptp", None).speculative_config.method == "ptp"
     rewrite(place / "target" / "config.json", **MIMO)  # without a late network rows go through the target's own norm
-    given = {"method": "ptp", "model": str(place / "o-ptp")}
-    assert engine_config(place / "target", given).speculative_config.head.late_width is None
+    assert served(place, "o-ptp").head.late_width is None
 
 
 def test_old_name_of_an_option_is_read_with_a_warning(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_mtpc.proposers.config import circuit_options
-
     warned: list[str] = []
     monkeypatch.setattr(circuit_options.logger, "warning", lambda text, *values: warned.append(text % values))
-    given = {"method": "mtpc", "model": str(place / "mtpc"), "min_survival": 0.25}
-    assert engine_config(place / "target", given).speculative_config.min_acceptance == 0.25
+    assert served(place, min_survival=0.25).min_acceptance == 0.25
     assert len(warned) == 1 and "min_survival is now min_acceptance" in warned[0]
 
 
 def test_schedule_is_kept_on_v1_and_block_verification_on_v2(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM 0.33 drops schedules on V1 for methods that it does not list."""
-    given = {"method": "mtpc", "model": str(place / "mtpc")}
-    schedule = {"num_speculative_tokens_per_batch_size": [[1, 4, 3]]}
-    made = engine_config(place / "target", given | schedule)
-    assert not made.use_v2_model_runner
-    assert made.speculative_config.num_speculative_tokens_per_batch_size[0] == (1, 4, 3)
+    assert served(place, **{KEY: [[1, 4, 3]]}).num_speculative_tokens_per_batch_size[0] == (1, 4, 3)
     set_runner(monkeypatch, 2)
-    block = {"rejection_sample_method": "block", "min_acceptance": 0}
-    assert engine_config(place / "target", given | block).speculative_config.rejection_sample_method == "block"
+    assert served(place, rejection_sample_method="block", min_acceptance=0).rejection_sample_method == "block"
 
 
 def test_backbone_reserves_slots_for_its_queries(place: Path) -> None:

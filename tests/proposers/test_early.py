@@ -15,21 +15,25 @@ from vllm_mtpc.proposers.v1.proposer import drafts_before_min_tokens
 VOCAB, STOP, MIN = 4, 2, 3
 
 
-def forbidden(said: int, drafts: int) -> list[bool]:
-    """Whether STOP is forbidden at each drafted position and behind, `said` tokens into a text."""
+def processor(tokens: list[int]) -> MinTokensLogitsProcessor:
+    """Return vLLM's processor of a request with these tokens; it holds the list."""
     made = MinTokensLogitsProcessor(None, torch.device("cpu"), False)
     params = SamplingParams(min_tokens=MIN, stop_token_ids=[STOP])
-    made.update_state(BatchUpdate(1, removed=[], added=[(0, params, [], [0] * said)], moved=[]))
+    made.update_state(BatchUpdate(1, removed=[], added=[(0, params, [], tokens)], moved=[]))
+    return made
+
+
+def forbidden(said: int, drafts: int) -> list[bool]:
+    """Whether STOP is forbidden at each drafted position and after the last, `said` tokens into a text."""
+    made = processor([0] * said)
     verified = made.apply_with_spec_decode(torch.zeros(drafts, VOCAB), [drafts])
-    behind = made.apply(torch.zeros(1, VOCAB))
-    return torch.cat([verified, behind])[:, STOP].isneginf().tolist()
+    last = made.apply(torch.zeros(1, VOCAB))
+    return torch.cat([verified, last])[:, STOP].isneginf().tolist()
 
 
 def kept(said: int, planned: int = 3) -> int:
-    made = MinTokensLogitsProcessor(None, torch.device("cpu"), False)
-    params = SamplingParams(min_tokens=MIN, stop_token_ids=[STOP])
-    made.update_state(BatchUpdate(1, removed=[], added=[(0, params, [], tokens := [])], moved=[]))
-    tokens += [0] * said  # as the runner's own list, which the processor holds
+    made = processor(tokens := [])
+    tokens += [0] * said  # as the runner's own list
     return min(planned, drafts_before_min_tokens(SimpleNamespace(non_argmax_invariant=[made])).get(0, planned))
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from vllm.config.parallel import ParallelConfig
 
-from tests.support.configs import engine_config, ptp_config, refusal
+from tests.support.configs import engine_config, ptp_config
 from tests.support.engine import Call, Engine, Reply, run
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint.inspect import measured_acceptance
@@ -26,31 +26,6 @@ from vllm_mtpc.proposers.v1.proposer import MtpcProposer
 
 KEY = schedule.KEY
 CODE = b'def read(path):\n    """Return the text of a file."""\n    with open(path) as file:\n'
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ("on", "is a str"),
-        (4, "is a int"),
-        (True, "is a bool"),
-        ({"1": 4}, "is a dict"),
-        ([], "must not be empty"),
-        ([[1, 8]], "[1, 8] is not three whole numbers"),
-        ([[1, 8, 2.0]], "is not three whole numbers"),
-        ([[1, 8, True]], "is not three whole numbers"),
-        ([[1, 8, "2"]], "is not three whole numbers"),
-        ([[1, 8, 5]], "5 drafts are more than num_speculative_tokens"),
-        ([[1, 8, -1]], "must be >= 0"),
-        ([[2, 8, 1]], "must start at 1"),
-        ([[1, 8, 2], [8, 9, 1]], "non-overlapping"),
-        ([[8, 1, 2]], "start must be <= end"),
-    ],
-)
-def test_a_schedule_that_is_refused(place: Path, given: Any, says: str) -> None:
-    message = refusal(place, **{KEY: given})
-    assert says in message and f"{KEY}={given!r}" in message
-    assert "0 to 4 drafts" in message and '"off"' in message and "type e.g." in message
 
 
 def served(place: Path, **given: Any) -> Any:

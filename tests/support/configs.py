@@ -1,4 +1,4 @@
-"""vLLM's configuration of an engine with a head, without the engine, and the message it is refused with."""
+"""vLLM's configuration of an engine with a head, without the engine."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
-from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.heads import build_head
 
 
@@ -30,16 +28,6 @@ def engine_config(model: Path, speculative_config: dict[str, Any] | None, **argu
 
     small = {"dtype": "float32", "max_model_len": 64, "skip_tokenizer_init": True, "kv_cache_memory_bytes": 1 << 26}
     return EngineArgs(str(model), speculative_config=speculative_config, **small | arguments).create_engine_config()
-
-
-def refusal(place: Path, **given: Any) -> str:
-    """The message `speculative_config` = {"method": "mtpc", "model": head, **given} is refused with."""
-    speculative_config = {"method": "mtpc", "model": str(place / "head"), **given}
-    with pytest.raises(MtpcError) as caught:
-        engine_config(place / "target", speculative_config)
-    message = str(caught.value)
-    assert "\n" not in message, message
-    return message
 
 
 def ptp_config(variant: str, draft_pass: str, ranges: Any) -> Any:

@@ -40,8 +40,7 @@ def default_schedule(
     Args:
         measured: at each measured temperature, P(the first k drafts are all accepted), k = 1, 2, ...
         num_drafts: the largest K.
-        is_cpu: whether the target runs on a CPU.
-        load: multiplications of the head for one draft, divided by those of the target for one row.
+        load: see `relative_load`.
     """
     accepted = [cumulative_acceptance(one, num_drafts) for one in measured or [()]]
     batches = range(1, LARGEST + 1)
@@ -54,8 +53,6 @@ def expand_schedule(ranges: Schedule | None, max_num_seqs: int, num_drafts: int)
     Args:
         ranges: a schedule from batch size 1 on; a gap between two ranges belongs to the first of them. None:
             `num_drafts` at every batch size.
-        max_num_seqs: the largest batch size.
-        num_drafts: K without a schedule.
 
     Returns:
         max_num_seqs + 1 numbers; the one at index 0 is unused.
@@ -68,12 +65,7 @@ def expand_schedule(ranges: Schedule | None, max_num_seqs: int, num_drafts: int)
 
 
 def relative_load(head: HeadConfig, target: Any) -> float:
-    """Return the multiplications of a head for one draft, divided by those of the target for one row.
-
-    Args:
-        head: config of a circuit head.
-        target: the target's config of transformers.
-    """
+    """Return the multiplications of a circuit head for one draft, divided by those of the target for one row."""
     width, depth = head.hidden_size, getattr(target, "num_hidden_layers", 1)
     layer = 4 * width**2 + 3 * width * getattr(target, "intermediate_size", 4 * width)
     return (leaf_products(head) + layer_products(head)) / (depth * layer + head.vocab_size * width)

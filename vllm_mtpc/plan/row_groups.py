@@ -38,15 +38,10 @@ ASSUMED = 0.7  # acceptance of a further draft, for a head that was not measured
 
 
 class Bucket(NamedTuple):
-    """The groups of each request in a batch.
+    """The groups of each request in a batch."""
 
-    Attributes:
-        max_batch: the largest batch size.
-        sizes: rows of the group for d accepted drafts, d = 0, 1, ...
-    """
-
-    max_batch: int
-    sizes: tuple[int, ...]
+    max_batch: int  # the largest batch size
+    sizes: tuple[int, ...]  # rows of the group for d accepted drafts, d = 0, 1, ...
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -60,15 +55,10 @@ class Bucket(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Groups by batch size.
+    """Groups by batch size."""
 
-    Attributes:
-        buckets: by increasing `max_batch`.
-        leading: rows of real tokens at the start of each group (two passes: 1, merged: 0).
-    """
-
-    buckets: tuple[Bucket, ...]
-    leading: int
+    buckets: tuple[Bucket, ...]  # by increasing `max_batch`
+    leading: int  # rows of real tokens at the start of each group (two passes: 1, merged: 0)
 
     def bucket(self, num_reqs: int) -> Bucket | None:
         """Return the groups for a batch of num_reqs; None if it has no drafts."""
@@ -101,10 +91,10 @@ class Plan(NamedTuple):
 
 
 class GroupTable(NamedTuple):
-    """`sizes[d]`: rows of the group for d accepted drafts; `expected_tokens`: per step, stationary."""
+    """The groups of one request."""
 
-    sizes: tuple[int, ...]
-    expected_tokens: float
+    sizes: tuple[int, ...]  # rows of the group for d accepted drafts
+    expected_tokens: float  # per step, stationary
 
 
 def accepted_of(head: PtpConfig) -> list[float]:

@@ -21,10 +21,7 @@ from vllm_mtpc.plan.row_groups import Bucket
 class GroupBlocks:
     """Block tables and KV slots of groups.
 
-    Args:
-        own: [max_groups, P], the blocks of each group.
-        block_size: tokens of a block.
-        table_width: blocks of a request's row in vLLM's block table.
+    own: [max_groups, P], the blocks of each group; table_width: blocks of a request's row in vLLM's block table.
     """
 
     def __init__(self, own: Tensor, block_size: int, table_width: int) -> None:
