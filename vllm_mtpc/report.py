@@ -1,4 +1,4 @@
-"""Where a measurement goes: refused in one line before anything is measured, written and printed afterwards."""
+"""Check the place of a result before it is measured; write and print the result."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ SERVED = "bench serve"  # the kind of the results that `vllm-mtpc plot` draws
 
 
 def check_file(file: Path | None, flag: str = "--json") -> None:
-    """Makes the folder of a result's file and tries to write there; no file given, nothing done. Raises UsageError.
+    """Make the folder of a result; raise UsageError if the file cannot be written. None: nothing is checked.
 
-    Results in `benchmarks/results/` name the commit that was measured: none are written there from a changed checkout.
+    Results in `benchmarks/results/` name the measured commit, so a changed checkout cannot write there.
     """
     if file is None:
         return
@@ -30,15 +30,12 @@ def check_file(file: Path | None, flag: str = "--json") -> None:
         raise UsageError(f"{flag} {file}: the checkout differs from its commit; commit first, or name another folder")
     with _refused(f"{flag} {file}", "file"):
         file.parent.mkdir(parents=True, exist_ok=True)
-        if not file.exists():
-            file.open("xb").close()
-            file.unlink()
-        elif file.is_dir() or not os.access(file, os.W_OK):  # not opened: it may be a pipe that somebody reads
+        if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
             raise OSError(0, "a folder" if file.is_dir() else "no right to write it")
 
 
 def check_folder(folder: Path | None, flag: str = "--out") -> None:
-    """Makes a folder that results are to be written to; none given, nothing done. Raises UsageError."""
+    """Make a folder; raise UsageError if nothing can be written to it. None: nothing is checked."""
     if folder is None:
         return
     with _refused(f"{flag} {folder}", "folder"):
@@ -57,20 +54,20 @@ def _refused(place: str, kind: str) -> Iterator[None]:
 
 
 def write_json(file: Path, values: dict[str, Any]) -> None:
-    """A result, in a file that `check_file` has passed."""
+    """Write a result to a file that `check_file` has checked."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
 def console() -> Console:
-    """Where tables go: as wide as the terminal, 120 columns in a file."""
+    """Return the console of tables: as wide as the terminal, 120 columns in a file."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else 120, highlight=False)
 
 
 def print_table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """A rich table on a terminal; Markdown elsewhere, as it goes into the documentation."""
+    """Print a rich table on a terminal, and Markdown elsewhere."""
     if not sys.stdout.isatty():
         print(f"\n{title}\n\n" + markdown(header, lines), flush=True)
         return
@@ -85,5 +82,5 @@ def print_table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]
 
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *lines])

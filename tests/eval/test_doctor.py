@@ -60,12 +60,12 @@ def healthy(loaded, prompts) -> list[Served]:
     return [serve(loaded.head, loaded.target, prompts, temperature) for temperature in (0.0, 1.0)]
 
 
-def examine(loaded, prompts, served: list[Served]):
-    return [loaded.compare(Asked(prompts, K), one) for one in served]
+def compare(loaded, prompts, served: Served):
+    return loaded.compare(Asked(prompts, K), served)
 
 
 def test_greedy_counters_are_predicted_to_the_step(loaded, prompts, healthy):
-    greedy, sampled = examine(loaded, prompts, healthy)
+    greedy, sampled = (compare(loaded, prompts, one) for one in healthy)
     assert greedy.served.acceptance.drafts == round(greedy.predicted.steps)
     assert greedy.difference == pytest.approx(0, abs=1e-9)
     assert greedy.noise == pytest.approx(0, abs=1e-6)  # float32 sums
@@ -103,25 +103,22 @@ def test_states_without_the_draft_layers_are_named(loaded, prompts, healthy):
     for value in layers.parameters():
         value.data.copy_(torch.randn(value.shape, generator=generator) * 0.3)
     layered = replace(loaded, draft_layers=layers)
-    comparison = layered.compare(Asked(prompts, K), healthy[0])
+    comparison = compare(layered, prompts, healthy[0])
     assert comparison.differs
     cause = layered.find_cause([comparison], K)
     assert cause.name == "hidden state" and "without its draft layers" in cause.sentence
 
 
-def test_another_head_is_named(loaded, prompts):
-    other = load(str(demo.path("ff"))).head
-    comparisons = examine(loaded, prompts, [serve(other, loaded.target, prompts, 0.0)])
-    assert comparisons[0].differs
-    assert loaded.find_cause(comparisons, K).name == "head"
-
-
-def test_random_weights_are_named(loaded, prompts):
-    """A head of the right size and random weights on the serving side: acceptance at chance."""
+def random_head(loaded) -> torch.nn.Module:
     torch.manual_seed(0)
-    noise = build_head(loaded.config).eval().requires_grad_(False)
-    comparisons = examine(loaded, prompts, [serve(noise, loaded.target, prompts, 0.0)])
-    assert loaded.find_cause(comparisons, K).name == "hidden state"
+    return build_head(loaded.config).eval().requires_grad_(False)
+
+
+def test_another_head_is_named(loaded, prompts):
+    """A trained one, and one of random weights, whose acceptance is at chance."""
+    for head, name in ((load(str(demo.path("ff"))).head, "head"), (random_head(loaded), "hidden state")):
+        comparison = compare(loaded, prompts, serve(head, loaded.target, prompts, 0.0))
+        assert comparison.differs and loaded.find_cause([comparison], K).name == name
 
 
 def other_target(folder):
@@ -136,20 +133,18 @@ def other_target(folder):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_another_target_is_named(loaded, prompts, tmp_path, temperature):
     target = load_target(other_target(tmp_path / "other"), attention="torch")
-    comparisons = examine(loaded, prompts, [serve(loaded.head, target, prompts, temperature)])
-    assert comparisons[0].chain.other_target
-    assert loaded.find_cause(comparisons, K).name == "target"
+    comparison = compare(loaded, prompts, serve(loaded.head, target, prompts, temperature))
+    assert comparison.chain.other_target and loaded.find_cause([comparison], K).name == "target"
 
 
 def test_other_numbers_of_drafts_are_named(loaded, prompts, healthy):
-    fewer = examine(loaded, prompts, [serve(loaded.head, loaded.target, prompts, 0.0, num_drafts=2)])
-    assert fewer[0].differs
-    cause = loaded.find_cause(fewer, K)
-    assert cause.name == "drafts" and "2.0 drafts per step" in cause.sentence
+    fewer = compare(loaded, prompts, serve(loaded.head, loaded.target, prompts, 0.0, num_drafts=2))
+    cause = loaded.find_cause([fewer], K)
+    assert fewer.differs and cause.name == "drafts" and "2.0 drafts per step" in cause.sentence
     counted = healthy[0].acceptance
     reached = (*counted.accepted_per_position[:2], *[0] * (K - 2))
     lost = replace(counted, accepted_tokens=sum(reached), accepted_per_position=reached)
-    cause = loaded.find_cause(examine(loaded, prompts, [replace(healthy[0], acceptance=lost)]), K)
+    cause = loaded.find_cause([compare(loaded, prompts, replace(healthy[0], acceptance=lost))], K)
     assert cause.name == "drafts" and "beyond position 2" in cause.sentence
 
 
@@ -161,20 +156,16 @@ def test_lost_precision_is_named(loaded, prompts, tmp_path):
     save_head(folder, config, coarse, {}, "made by a test", torch.float32)
     rounded = MtpcEvaluator.attach(folder, loaded.target, torch.bfloat16).head
     patient = attach(folder, loaded.target)
-    comparisons = examine(patient, prompts, [serve(rounded, loaded.target, prompts, 0.0)])
-    assert comparisons[0].differs
-    cause = patient.find_cause(comparisons, K)
-    assert cause.name == "precision" and "bfloat16" in cause.sentence
+    comparison = compare(patient, prompts, serve(rounded, loaded.target, prompts, 0.0))
+    cause = patient.find_cause([comparison], K)
+    assert comparison.differs and cause.name == "precision" and "bfloat16" in cause.sentence
 
 
 def test_a_head_for_other_weights_is_named(loaded, prompts):
     """Served as predicted, and no better than chance on either side."""
-    torch.manual_seed(0)
-    untrained = replace(loaded, head=build_head(loaded.config).eval().requires_grad_(False))
-    served = [serve(untrained.head, loaded.target, prompts, 0.0)]
-    comparisons = examine(untrained, prompts, served)
-    assert not comparisons[0].differs
-    assert untrained.find_untrained_head(comparisons, K).name == "hidden state"
+    untrained = replace(loaded, head=random_head(loaded))
+    comparison = compare(untrained, prompts, serve(untrained.head, loaded.target, prompts, 0.0))
+    assert not comparison.differs and untrained.find_untrained_head([comparison], K).name == "hidden state"
 
 
 def arguments(*given: str) -> argparse.Namespace:

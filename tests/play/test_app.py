@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -129,17 +128,13 @@ def test_chunk_is_one_step(has_ids: bool) -> None:
     assert all(before["ms"] < after["ms"] for before, after in pairwise(found))
     path, body, _ = server.asked[-1]
     assert path == "/v1/completions" and body["vllm_xargs"] == {"mtpc_drafts": 3} and body["seed"] == 1
+    on_page(server, asking("plain", drafts=3))
+    assert "vllm_xargs" not in server.asked[-1][1]
 
 
 def test_counts_of_the_server_come_last() -> None:
     *_, last = on_page(Server(counts=True), asking("head"))
     assert last == {"steps": 9 - 4, "accepted": [2, 2, 0]}
-
-
-def test_plain_server_receives_no_draft_options() -> None:
-    server = Server()
-    on_page(server, asking("plain", drafts=3))
-    assert "vllm_xargs" not in server.asked[-1][1]
 
 
 def test_chat_uses_the_chat_template(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,6 +275,7 @@ def test_page_runs_its_own_script_and_no_other() -> None:
     assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy and "unsafe" not in policy
     (nonce,) = re.findall(r'<script nonce="(.*?)">', text)
     assert f"script-src 'nonce-{nonce}'" in policy and nonce not in other and text.count("<script") == 1
+    assert "http://" not in text and "https://" not in text and "innerHTML" not in text
 
 
 @pytest.mark.parametrize(("host", "warns"), [("0.0.0.0", True), ("::", True), ("127.0.0.1", False)])
@@ -292,22 +288,20 @@ def test_play_warns_when_other_machines_reach_the_page(
     assert (f"--host {host}" in error and "VLLM_API_KEY" in error) == warns and error.count("\n") == warns
 
 
-@pytest.mark.parametrize("template", [True, False])
-def test_settings_carry_the_chat_template_and_the_token_limit_of_the_model(template: bool) -> None:
-    status, text = on_page(Server(template=template), sending("GET", "/settings", {}))
+GONE = Side("plain", "http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+    ("template", "plain", "chat", "tokens"),
+    [(True, None, True, 512), (False, None, False, 512), (True, GONE, False, None)],
+)
+def test_settings_carry_the_chat_template_and_the_token_limit_of_the_model(
+    template: bool, plain: Side | None, chat: bool, tokens: int | None
+) -> None:
+    """Without them when the server is gone."""
+    status, text = on_page(Server(template=template), sending("GET", "/settings", {}), plain)
     settings = json.loads(text)
-    assert status == 200 and settings["chat"] is template and settings["tokens"] == 512
-
-
-def test_settings_are_served_when_the_servers_are_gone() -> None:
-    gone = Side("plain", "http://127.0.0.1:9")
-    status, text = on_page(Server(), sending("GET", "/settings", {}), gone)
-    assert status == 200 and json.loads(text)["tokens"] is None and json.loads(text)["chat"] is False
-
-
-def test_page_loads_no_other_sites() -> None:
-    text = (Path(command.__file__).with_name("page.html")).read_text(encoding="utf-8")
-    assert "http://" not in text and "https://" not in text and "innerHTML" not in text
+    assert (status, settings["chat"], settings["tokens"]) == (200, chat, tokens)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ def test_other_keys_are_flags_of_vllm_serve():
     given = {"model": TARGET, "replicas": "2", "max-model-len": "320", "enforce-eager": "true", "engine": {"seed": 3}}
     options = parse({**given, "speculative-config": '{"method": "mtpc", "model": "HEAD"}'})
     assert options.replicas == 2
-    flags = ["--seed", "3", "--max-model-len", "320", "--enforce-eager"]
-    flags = ["--shutdown-timeout", "30", *flags]
+    flags = ["--shutdown-timeout", "30", "--seed", "3", "--max-model-len", "320", "--enforce-eager"]
     assert options.command == [TARGET, *flags, "--speculative-config", '{"method": "mtpc", "model": "HEAD"}']
 
 
@@ -43,10 +42,7 @@ def test_folders_become_absolute_paths(tmp_path, monkeypatch):
         ({"model": TARGET, "engine": "foo"}, "engine='foo': not JSON"),
         ({"model": TARGET, "engine": "[1]"}, "engine='[1]': not a mapping"),
         ({"model": TARGET, "port": 80}, "port=80 is not an engine's here: remove it; type: serve start --http-port"),
-        (
-            {"model": TARGET, "api-key": "sesame"},
-            "type: VLLM_API_KEY=... serve run vllm_mtpc.ray_serve:app model=TARGET",
-        ),
+        ({"model": TARGET, "api-key": "sesame"}, "type: VLLM_API_KEY=... serve run vllm_mtpc.ray_serve:app model="),
         ({"model": TARGET, "engine": {"api_key": "sesame"}}, "type: VLLM_API_KEY=... serve run"),
         ({"model": TARGET, "uds": "x"}, "uds='x' is not an engine's here: remove it"),
         ({"model": TARGET, "bogus": 1}, "vllm serve: unrecognized arguments: --bogus 1"),
@@ -56,9 +52,8 @@ def test_folders_become_absolute_paths(tmp_path, monkeypatch):
 def test_refusals_are_one_line(given, message):
     with pytest.raises(UsageError) as refused:
         parse(given)
-    assert message in str(refused.value)
-    assert "\n" not in str(refused.value)
-    assert "sesame" not in str(refused.value)
+    shown = str(refused.value)
+    assert message in shown and "\n" not in shown and "sesame" not in shown
 
 
 def test_gpus_follow_the_parallel_sizes():

@@ -1,5 +1,4 @@
-"""The app on Ray Serve: what it answers, and what becomes of requests whose engine dies. Its servers are fake ones
-(fake_server.py): everything around an engine is under test here; test_two_nodes.py has real engines."""
+"""The app on Ray Serve with fake servers: its answers, and requests whose engine dies (retries: test_router.py)."""
 
 from __future__ import annotations
 
@@ -8,8 +7,9 @@ import json
 import os
 import signal
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -62,11 +62,17 @@ def test_responses_and_errors_are_those_of_the_server(client):
     assert client.get("/nothing")[0] == 404
 
 
-def test_headers_are_forwarded_both_ways(client):
+@contextmanager
+def post(client: Client, body: dict, headers: dict[str, str]) -> Iterator[http.client.HTTPResponse]:
     with closing(http.client.HTTPConnection("127.0.0.1", client.port, timeout=60)) as connection:
-        headers = {"Authorization": "Bearer me", "X-Request-Id": "seven", "Content-Type": "application/json"}
-        connection.request("POST", "/v1/completions", json.dumps({"prompt": "x"}), headers)
-        response = connection.getresponse()
+        headers = {"Content-Type": "application/json", **headers}
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        yield connection.getresponse()
+
+
+def test_headers_are_forwarded_both_ways(client):
+    headers = {"Authorization": "Bearer me", "X-Request-Id": "seven"}
+    with post(client, {"prompt": "x"}, headers) as response:
         assert json.loads(response.read())["token"] == "Bearer me"
         assert response.getheader("X-Request-Id") == "seven"
 
@@ -83,10 +89,7 @@ def test_api_key_reaches_engines_by_their_environment(client):
 def stream(client: Client, prompt: str, on_first=lambda event: None) -> tuple[list[dict], list[float]]:
     """Events of a stream and when each came; `on_first` is called at the first one."""
     events, times, is_done = [], [], False
-    with closing(http.client.HTTPConnection("127.0.0.1", client.port, timeout=60)) as connection:
-        body = json.dumps({"prompt": prompt, "stream": True, "max_tokens": 20})
-        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-        response = connection.getresponse()
+    with post(client, {"prompt": prompt, "stream": True, "max_tokens": 20}, {}) as response:
         assert response.status == 200
         for line in response:
             if line.startswith(b"data: {"):
@@ -154,18 +157,3 @@ def test_started_stream_ends_with_an_error(client):
     events, _ = stream(client, "abcdefghij", on_first=lambda event: os.kill(event["process"], signal.SIGKILL))
     assert "died" in events[-1]["error"]["message"]
     assert 2 <= len(events) < 10
-
-
-def test_request_that_kills_engines_fails(client):
-    processes(client)
-    status, body = ask(client, "die")
-    assert status == 502
-    assert "died with it: 2 in a row" in body["error"]["message"]
-
-
-def test_hanging_request_times_out(client):
-    processes(client)
-    began = time.monotonic()
-    status, body = ask(client, "hang")
-    assert (status, "request_timeout_s" in body["error"]["message"]) == (504, True)
-    assert 14 < time.monotonic() - began < 45

@@ -35,7 +35,7 @@ PROGRAM = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
 HOST = "127.0.0.1"
 LOG_LINES = 25  # of the server's output in an error message
 HEALTH_TIMEOUT_S = 20.0
-ANSWER_TIMEOUT_S = 86400.0  # of a whole answer, all tokens of all prompts of a request
+ANSWER_TIMEOUT_S = 86400.0  # of a whole answer: all tokens of all prompts of a request
 JSON = {"Content-Type": "application/json"}
 
 
@@ -108,7 +108,7 @@ class Client:
             return False
 
     def acceptance(self) -> Acceptance:
-        return Acceptance.read(self.get("/metrics", timeout_s=30)[1])
+        return Acceptance.read(self.get("/metrics", ANSWER_TIMEOUT_S)[1])
 
     def model(self) -> str:
         """Return the name of the served model."""
@@ -116,7 +116,7 @@ class Client:
 
     def model_card(self) -> dict[str, Any]:
         """Return the served model, with its `id` and `max_model_len`."""
-        return json.loads(self.get("/v1/models")[1])["data"][0]
+        return json.loads(self.get("/v1/models", ANSWER_TIMEOUT_S)[1])["data"][0]
 
     def complete(self, body: dict[str, Any]) -> list[list[int]]:
         """Return the token ids of every choice of one `/v1/completions` request, see `choices`."""
