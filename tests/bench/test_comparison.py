@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from tests.support.fakes import BTREE, GREEDY, NGRAM, PLAIN, SAMPLED, Engines
@@ -13,9 +11,9 @@ from vllm_mtpc.engine.passes import Setting
 from vllm_mtpc.errors import EngineFailed
 
 
-def run(engines: Engines, decodings=(PLAIN, BTREE), cells=(SAMPLED,), rounds=1, order="interleaved", **more):
+def run(engines: Engines, decodings=(PLAIN, BTREE), cells=(SAMPLED,), rounds=1, order="interleaved"):
     into = Comparison()
-    compare(decodings, cells, rounds, engines.start, order, into, **more)
+    compare(decodings, cells, rounds, engines.start, order, into)
     return into
 
 
@@ -53,13 +51,6 @@ def test_sequential_engines_are_compared_with_plain_before_and_after() -> None:
     assert alone == [(what, name) for name in ("plain", "btree", "plain") for what in ("start", "end")]
     assert btree["speedup"] == pytest.approx(16 / 6, abs=1e-4)
     assert plain["rounds"] == 2 and plain["tokens_per_second"] == 6.0
-
-
-def test_deadline_starts_no_round_but_the_first() -> None:
-    engines = Engines(lambda *_: time.sleep(0.05) or 1.0)
-    rounds = {one.round for one in run(engines, rounds=50, deadline=time.monotonic() + 0.25).passes}
-    assert 1 <= len(rounds) <= 2
-    assert len(run(engines, rounds=2, deadline=time.monotonic() - 1).passes) == 2
 
 
 @pytest.mark.parametrize("order", ORDERS)

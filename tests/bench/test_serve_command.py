@@ -33,7 +33,7 @@ def with_defaults(*words: str, on_gpu: bool = False) -> argparse.Namespace:
 def test_demo_compares_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decodings, "count_mtp_layers", lambda engine: 0)
     args = with_defaults("--demo")
-    assert (args.concurrency, args.minutes, args.dtype, args.order) == ([1, 4, 16], 13.0, "float32", "interleaved")
+    assert (args.concurrency, args.rounds, args.dtype, args.order) == ([1, 4, 16], 4, "float32", "interleaved")
     found, missing = serve_command.find_decodings(args, on_gpu=False)
     names = [one.name for one in found if one.name != "suffix"]
     assert names == ["plain", "ngram", "ff (Medusa-style)", "cp", "hmm", "btree"]

@@ -11,9 +11,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -93,37 +93,32 @@ def _write(options: RegenerateOptions, left: list[Request], total: int, tokenize
     """Write the responses to `left` as they come; return the number of skipped prompts."""
     by_id = {request.id: request for request in left}
     skipped = written = 0
-    begun = time.monotonic()
-    with (
-        Bar(total=total, initial=total - len(left), desc="responses", unit="response") as bar,
-        closing(_engine(options, left, tokenizer is not None)) as answered,
-    ):
+    with Bar(total=total, initial=total - len(left), desc="responses", unit="response") as bar:
         bar.set_postfix_str("vLLM is starting")
-        for answers in answered:
-            if not answers:  # the engine is ready; the rate does not include its start
-                begun = time.monotonic()
-                bar.unpause()
-                bar.set_postfix_str("writing")
-                continue
-            responses = [answer for answer in answers if "response_ids" in answer]
-            output.append([by_id[answer["id"]].line(answer, tokenizer) for answer in responses])
-            skipped += len(answers) - len(responses)
-            written += sum(len(answer["response_ids"]) for answer in responses)
-            bar.set_postfix_str(f"{written / max(time.monotonic() - begun, 1e-3):,.0f} tokens/s", refresh=False)
-            bar.update(len(answers))
+        with _engine(options, left, tokenizer is not None) as waves:
+            begun = time.monotonic()
+            bar.unpause()
+            for answers in waves:
+                responses = [answer for answer in answers if "response_ids" in answer]
+                output.append([by_id[answer["id"]].line(answer, tokenizer) for answer in responses])
+                skipped += len(answers) - len(responses)
+                written += sum(len(answer["response_ids"]) for answer in responses)
+                bar.set_postfix_str(f"{written / max(time.monotonic() - begun, 1e-3):,.0f} tokens/s", refresh=False)
+                bar.update(len(answers))
     return skipped
 
 
+@contextmanager
 def _engine(
     options: RegenerateOptions, requests: list[Request], has_tokenizer: bool
-) -> Generator[list[dict[str, Any]]]:
-    """Yield an empty list when the engine is ready, then lists of its answers, in the order of the requests.
+) -> Iterator[Iterator[list[dict[str, Any]]]]:
+    """Start the engine; yield lists of its answers in the order of the requests.
 
     An answer without `response_ids` was skipped: its prompt leaves no room for a token.
     """
     log = options.out.with_name(options.out.name + ".log")
     engine, sampling = options.arguments(has_tokenizer)
-    left, pool = len(requests), ThreadPoolExecutor(IN_FLIGHT)
+    pool = ThreadPoolExecutor(IN_FLIGHT)
     try:
         with run_server(serve_arguments({**OWN_SAMPLING, **engine}), log, NO_KEY) as client:
             card = client.model_card()
@@ -137,15 +132,11 @@ def _engine(
                 found = {"id": request.id, "response_ids": choice["token_ids"]}
                 return found | {"finish_reason": choice["finish_reason"]}
 
-            yield []
             answers = pool.map(answer, requests)
-            while wave := list(islice(answers, WAVE)):
-                yield wave
-                left -= len(wave)
+            yield iter(lambda: list(islice(answers, WAVE)), [])
     except EngineFailed as error:
         raise UsageError(
-            f"vLLM failed before it had answered {left} of {len(requests)} prompts: {error.reason}; its log is {log}; "
-            "what was answered is kept, run again to continue"
+            f"vLLM failed: {error.reason}; its log is {log}; what was answered is kept, run again to continue"
         ) from None
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

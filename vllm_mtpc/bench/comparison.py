@@ -9,7 +9,6 @@ the mean of its passes.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -68,7 +67,6 @@ def compare(
     start: Start,
     order: str,
     into: Comparison,
-    deadline: float = float("inf"),
 ) -> None:
     """Measure every setting with every way of decoding.
 
@@ -79,7 +77,6 @@ def compare(
         start: starts the engine of a way of decoding.
         order: of ORDERS.
         into: receives the passes.
-        deadline: `time.monotonic()`; no round but the first starts that would end after it.
 
     Raises:
         EngineFailed: plain vLLM failed; without it nothing can be compared.
@@ -89,7 +86,7 @@ def compare(
     passes: list[Pass] = []
     with Bar(total=sum(map(len, groups)) * rounds * len(cells), desc="passes", unit="pass") as bar:
         for group in groups:
-            passes += _measure_group(group, cells, rounds, start, into, deadline, bar)
+            passes += _measure_group(group, cells, rounds, start, into, bar)
     for one in passes:
         plain = [other for other in passes if other.decoding.is_plain and other.cell == one.cell]
         paired = [other for other in plain if other.round == one.round] if together else plain
@@ -102,7 +99,6 @@ def _measure_group(
     rounds: int,
     start: Start,
     into: Comparison,
-    deadline: float,
     bar: Bar,
 ) -> list[Pass]:
     """Return the passes of engines that run at the same time."""
@@ -125,11 +121,7 @@ def _measure_group(
             with may_fail(decoding):
                 engines[decoding] = stack.enter_context(start(decoding))
                 into.greedy[decoding] = engines[decoding].complete_greedy(cells[0], CHECKED)
-        longest = 0.0
         for turn in range(rounds):
-            begun = time.monotonic()
-            if turn and begun + longest > deadline:
-                break
             for cell in cells:
                 for decoding in list(engines)[:: -1 if turn % 2 else 1]:
                     with may_fail(decoding):
@@ -138,5 +130,4 @@ def _measure_group(
                         rate, step = found.tokens_per_second, found.tokens_per_step
                         bar.set_postfix_str(f"{decoding.name}, {cell.name}: {rate:.1f} tok/s, {step:.2f} tokens/step")
                         bar.update()
-            longest = max(longest, time.monotonic() - begun)
     return passes

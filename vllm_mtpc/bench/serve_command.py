@@ -8,7 +8,6 @@ import json
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,8 @@ from vllm_mtpc.report import SERVED, check_file, check_folder, print_table, writ
 VARIANT_HELP = "every head once more, with more of speculative_config: --variant 'K=3={\"num_speculative_tokens\": 3}'"
 PEER_HELP = 'another speculative_config of vLLM: --peer \'NAME={"method": "eagle", "model": ...}\''
 ROOM = 64  # tokens of context after the longest answer: vLLM drafts fewer near the end of the context
-DEMO = {"concurrency": [1, 4, 16], "prompts": 8, "max_tokens": 96, "rounds": 8, "minutes": 13.0}
-DEFAULTS = {"concurrency": [1, 2, 4, 8, 16, 32, 64], "prompts": 16, "max_tokens": 128, "rounds": 3, "minutes": None}
+DEMO = {"concurrency": [1, 4, 16], "prompts": 8, "max_tokens": 96, "rounds": 4}
+DEFAULTS = {"concurrency": [1, 2, 4, 8, 16, 32, 64], "prompts": 16, "max_tokens": 128, "rounds": 3}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,9 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--concurrency", type=int, nargs="+", metavar="C", help="default: 1 2 4 8 16 32 64; demo: 1 4 16")
     add("--prompts", **n, help="of a pass at c=1; at least 3 c are sent (default: 16; demo: 8)")
     add("--max-tokens", **n, help="of an answer (default: 128; demo: 96)")
-    add("--stop-at-eos", action="store_true", help="answers may end before --max-tokens")
-    add("--rounds", **n, help="passes of every setting (default: 3; demo: 8)")
-    add("--minutes", type=float, metavar="M", help="interleaved: no round starts that would end later (demo: 13)")
+    add("--rounds", **n, help="passes of every setting (default: 3; demo: 4)")
     orders = list(comparison.ORDERS)
     add("--order", choices=orders, help="default: interleaved on a CPU, else sequential")
     add("--logs", type=Path, metavar="DIR", help="keep the engines' logs here (default: removed)")
@@ -149,7 +146,6 @@ def make_cells(args: argparse.Namespace) -> list[Setting]:
             temperature,
             args.max_tokens,
             max(args.prompts, 3 * clients),
-            ignore_eos=not args.stop_at_eos,
         )
         for temperature in args.temperature
         for clients in args.concurrency
@@ -168,14 +164,13 @@ def measure(
     """Measure all ways of decoding. Raises EngineFailed if plain vLLM fails."""
     length = -(-(max(map(len, texts)) + args.max_tokens + ROOM) // 64) * 64
     engine = engine_arguments(args.target, args.dtype, length, max(args.concurrency), on_gpu, args.engine)
-    deadline = time.monotonic() + 60 * args.minutes if args.minutes else float("inf")
 
     def start(decoding: Decoding) -> contextlib.AbstractContextManager[Engine]:
         drafts = {} if decoding.is_plain else {"speculative_config": decoding.speculative}
         name = "".join(letter if letter.isalnum() else "-" for letter in decoding.name)
         return launched({**engine, **drafts}, texts, logs / f"{name}.log")
 
-    compare(decodings, cells, args.rounds, start, args.order, into, deadline)
+    compare(decodings, cells, args.rounds, start, args.order, into)
 
 
 def print_result(result: dict[str, Any]) -> None:

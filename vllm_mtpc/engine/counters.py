@@ -44,15 +44,11 @@ class Acceptance:
     def per_position(self) -> tuple[float, ...]:
         return tuple(count / self.drafts for count in self.accepted_per_position) if self.drafts else ()
 
-    @property
-    def pruned_shares(self) -> dict[str, float]:
-        """Shares of pruned drafts by PRUNED_BY; empty if not counted."""
-        room = self.draft_tokens + sum(self.pruned)
-        return {name: count / room for name, count in zip(PRUNED_BY, self.pruned, strict=False)} if room else {}
-
     def pruned_line(self) -> str:
         """Return e.g. "drafts pruned: schedule 12 %, confidence 30 %"; empty if not counted."""
-        shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in self.pruned_shares.items())
+        room = max(1, self.draft_tokens + sum(self.pruned))
+        named = zip(PRUNED_BY, self.pruned, strict=False)
+        shares = ", ".join(f"{name} {100 * count / room:.0f} %" for name, count in named)
         return f"drafts pruned: {shares}" if shares else ""
 
     def __add__(self, other: Acceptance, sign: int = 1) -> Acceptance:

@@ -37,9 +37,8 @@ class Setting:
         name: of the setting in error messages.
         clients: requests in flight at once.
         temperature: of sampling; requests have no seeds, so another pass has other samples.
-        max_tokens: of an answer.
+        max_tokens: of every answer.
         prompts: number of requests; the engine's prompts repeat if there are fewer.
-        ignore_eos: whether every answer has `max_tokens` tokens.
         first: index of the first prompt.
     """
 
@@ -48,7 +47,6 @@ class Setting:
     temperature: float
     max_tokens: int
     prompts: int
-    ignore_eos: bool = True
     first: int = 0
 
 
@@ -116,7 +114,7 @@ class Engine:
 
     def _send(self, setting: Setting, prompts: Sequence[Prompt]) -> dict[str, Any]:
         """Return the result of `vllm bench serve` for these prompts."""
-        body = {"max_tokens": setting.max_tokens, "ignore_eos": setting.ignore_eos}
+        body = {"max_tokens": setting.max_tokens, "ignore_eos": True}
         with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
             file.writelines(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
             file.flush()

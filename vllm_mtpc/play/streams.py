@@ -39,8 +39,7 @@ class Asked(Chosen):
     def request(self, model: str) -> tuple[str, dict[str, Any]]:
         """Return the path and body for the API."""
         body: dict[str, Any] = {"model": model, "temperature": self.temperature, "max_tokens": self.max_tokens}
-        body |= {"stream": True, "return_token_ids": True}
-        body |= {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+        body |= {"stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}}  # with the counts
         if self.seed is not None:
             body["seed"] = self.seed
         if self.drafts is not None:
@@ -89,11 +88,8 @@ async def steps(session: aiohttp.ClientSession, url: str, model: str, asked: Ask
                     raise EngineFailed(f"{url}: {event['error'].get('message', event['error'])}")
                 if of_request := (event.get("metrics") or {}).get("speculative_decoding"):
                     yield Counted.of(counted, of_request)
-                total = (event.get("usage") or {}).get("completion_tokens", counted)
                 for choice in event["choices"]:
-                    ids = choice.get("token_ids")
-                    tokens = total - counted if ids is None else len(ids)
-                    if tokens:
+                    if tokens := len(choice.get("token_ids") or ()):
                         yield Step(pieces_of(choice, tokens), tokens, 1000 * (time.perf_counter() - started))
                     counted += tokens
     except (aiohttp.ClientError, TimeoutError, OSError, json.JSONDecodeError) as error:
