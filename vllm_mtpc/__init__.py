@@ -16,11 +16,7 @@ METHODS = tuple(FAMILIES)  # names in vLLM's speculative_config
 
 
 def has_heads(path: str | Path) -> bool:
-    """Whether `path` is a head checkpoint or a target folder that bundles one in `mtpc/`.
-
-    Reads small JSON files and no weights. A folder that does not exist, or whose
-    `config.json` is not readable JSON, has no heads.
-    """
+    """Return whether `path` is a head, or a target folder that bundles one in `mtpc/`; reads no weights."""
     from vllm_mtpc.checkpoint.locate import find_head
 
     return find_head(path) is not None

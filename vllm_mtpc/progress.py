@@ -1,4 +1,4 @@
-"""A bar of progress that also reads well in a file: there, lines in place of a line that is drawn over."""
+"""A progress bar that writes lines where stderr is a file."""
 
 from __future__ import annotations
 

@@ -37,21 +37,19 @@ needs_vllm = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama over bytes, whose tokenizer has a chat template."""
-    folder = tmp_path_factory.mktemp("target")
-    make_target(folder, vocab_size=257, seed=3)
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = CHAT
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def tokenizer() -> Any:
     tokenizer = build_tokenizer()
     tokenizer.chat_template = CHAT
     return tokenizer
+
+
+@pytest.fixture(scope="module")
+def target(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama over bytes, whose tokenizer has a chat template."""
+    folder = tmp_path_factory.mktemp("target")
+    make_target(folder, vocab_size=257, seed=3)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def write_lines(path: Path, *rows: dict[str, Any]) -> str:
@@ -84,8 +82,8 @@ def ids(text: str) -> list[int]:
 class Engine:
     """Stands in for vLLM: answers in waves of two, with the prompt backwards; ends early after `stop` waves."""
 
-    def __init__(self, stop: int | None = None, error: BaseException | None = None) -> None:
-        self.stop, self.error, self.asked = stop, error, []
+    def __init__(self, stop: int | None = None) -> None:
+        self.stop, self.asked = stop, []
 
     def __call__(self, options: Any, requests: list[Any], has_tokenizer: bool) -> Any:
         return contextlib.nullcontext(self.answer(requests))
@@ -93,7 +91,7 @@ class Engine:
     def answer(self, requests: list[Any]) -> Iterator[list[dict[str, Any]]]:
         for wave, start in enumerate(range(0, len(requests), 2)):
             if wave == self.stop:
-                raise self.error or KeyboardInterrupt
+                raise KeyboardInterrupt
             part = requests[start : start + 2]
             self.asked += [request.id for request in part]
             yield [{"id": r.id, "response_ids": r.prompt_ids[::-1], "finish_reason": "length"} for r in part]

@@ -21,7 +21,7 @@ HEAD = str(demo.path("btree"))
 def parse(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     serve_command.add_arguments(parser)
-    return parser.parse_args(words)
+    return parser.parse_args(["serve", *words])
 
 
 def with_defaults(*words: str, on_gpu: bool = False) -> argparse.Namespace:

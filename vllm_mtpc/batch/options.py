@@ -29,7 +29,7 @@ class BatchOptions(EngineOptions):
 
     @property
     def concurrent_parts(self) -> int:
-        """One more than fills an engine, so that it does not run dry at the end of a part."""
+        """Number of parts that are answered at once: one more than fills an engine, for the last lines of a part."""
         return -(-self.in_flight // self.part_lines) + 1
 
 
@@ -70,7 +70,7 @@ class RegenerateOptions(BaseModel):
         return self
 
     def meta(self) -> dict[str, Any]:
-        """What decides the text: a file is only continued with the same."""
+        """Return the settings that determine the text: a file is continued with equal ones only."""
         return self.model_dump(exclude={"out", "tensor_parallel_size", "kv_cache_memory"})
 
     def arguments(self, has_tokenizer: bool) -> tuple[dict[str, Any], dict[str, Any]]:

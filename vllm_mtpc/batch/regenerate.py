@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parse(values: dict[str, Any]) -> RegenerateOptions:
-    """Validated options; raises UsageError, one line."""
+    """Return validated options; raises UsageError."""
     try:
         return RegenerateOptions.model_validate(values)
     except ValidationError as error:

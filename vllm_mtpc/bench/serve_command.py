@@ -34,7 +34,9 @@ DEFAULTS = {"concurrency": [1, 2, 4, 8, 16, 32, 64], "prompts": 16, "max_tokens"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    about = "compare plain vLLM, its own methods and heads on this machine"
+    commands = parser.add_subparsers(metavar="WHAT", required=True)
+    add = commands.add_parser("serve", help=about, description=__doc__).add_argument
     n: dict[str, Any] = {"type": int, "metavar": "N"}
     add("--target", metavar="MODEL", help="default: the target of the first head")
     add("--heads", nargs="+", default=[], metavar="HEAD", help="MtPC and PTP heads of one target: folders, hub names")

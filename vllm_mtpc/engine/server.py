@@ -79,26 +79,22 @@ class Client:
     def url(self) -> str:
         return f"http://{HOST}:{self.port}"
 
-    @contextlib.contextmanager
-    def ask(
-        self, method: str, path: str, body: bytes | str | None = None, timeout_s: float | None = None
-    ) -> Iterator[http.client.HTTPResponse]:
-        timeout = timeout_s or self.timeout_s
-        connection: http.client.HTTPConnection
-        if self.path is None:
-            connection = http.client.HTTPConnection(HOST, self.port, timeout=timeout)
-        else:
-            connection = _UnixConnection(self.path, timeout=timeout)
-        with contextlib.closing(connection):
-            connection.request(method, path, body, {**JSON, "Host": "localhost"})
-            yield connection.getresponse()
-
     def get(self, path: str, timeout_s: float = 5.0) -> tuple[int, str]:
-        with self.ask("GET", path, timeout_s=timeout_s) as response:
-            return response.status, response.read().decode("utf-8", errors="replace")
+        """Return the status and the text of an answer."""
+        return self._send("GET", path, None, timeout_s)
 
     def post(self, path: str, body: bytes, timeout_s: float | None = None) -> tuple[int, str]:
-        with self.ask("POST", path, body, timeout_s) as response:
+        """Return the status and the text of an answer."""
+        return self._send("POST", path, body, timeout_s or self.timeout_s)
+
+    def _send(self, method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, str]:
+        if self.path is None:
+            connection = http.client.HTTPConnection(HOST, self.port, timeout=timeout_s)
+        else:
+            connection = _UnixConnection(self.path, timeout=timeout_s)
+        with contextlib.closing(connection):
+            connection.request(method, path, body, {**JSON, "Host": "localhost"})
+            response = connection.getresponse()
             return response.status, response.read().decode("utf-8", errors="replace")
 
     def is_healthy(self) -> bool:
