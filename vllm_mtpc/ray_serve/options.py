@@ -58,14 +58,7 @@ def parse(arguments: dict[str, Any]) -> ServeOptions:
     for key, instead in OURS.items():
         if key in given:
             raise UsageError(f"{key}={given[key]!r} is not an engine's here: remove it; {instead}".rstrip("; "))
-    typed = given.pop("engine", {})  # flags of `vllm serve` as a mapping or JSON
-    try:
-        engine = parse_mapping(typed)
-    except ValueError as error:
-        raise UsageError(f"engine={typed!r}: {error}") from None
-    if not isinstance(engine, dict):
-        raise UsageError(f"engine={typed!r}: not a mapping; type flags of `vllm serve` by themselves: seed=3")
-    flags = {key: value for key, value in given.items() if key not in ServeOptions.model_fields}
-    own = {key: value for key, value in given.items() if key not in flags and key not in engine}
-    flags = {"shutdown_timeout": SHUTDOWN_S, **engine, **flags}
-    return validated(ServeOptions, {**own, "engine": flags}, EXAMPLE)
+    names = ServeOptions.model_fields.keys() - {"engine"}
+    own = {key: value for key, value in given.items() if key in names}
+    flags = {key: value for key, value in given.items() if key not in names}
+    return validated(ServeOptions, {**own, "engine": {"shutdown_timeout": SHUTDOWN_S, **flags}}, EXAMPLE)
