@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from vllm_mtpc.engine.options import API_KEY
 from vllm_mtpc.engine.process import cpu_seconds
 from vllm_mtpc.engine.server import VllmServer, run_server
 from vllm_mtpc.errors import EngineFailed
@@ -32,11 +33,13 @@ def test_stop_ends_processes_that_ignore_sigterm(tmp_path: Path) -> None:
 
 
 def test_server_that_ends_is_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(API_KEY, "sesame")
     executable = tmp_path / "python"
-    executable.write_text("#!/bin/sh\necho no such model\nexit 7\n")
+    executable.write_text(f'#!/bin/sh\necho "no such model [${API_KEY}]"\nexit 7\n')
     executable.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(executable))
-    with pytest.raises(EngineFailed, match=r"(?s)exit code 7.*no such model"), run_server(["x"], tmp_path / "log"):
+    failure = pytest.raises(EngineFailed, match=r"(?s)exit code 7.*no such model \[\]")  # nor a key
+    with failure, run_server(["x"], tmp_path / "log"):
         pass
 
 

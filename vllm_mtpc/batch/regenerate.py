@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from vllm_mtpc.batch.lines import differing, digest
 from vllm_mtpc.batch.options import RegenerateOptions
 from vllm_mtpc.engine.options import serve_arguments
-from vllm_mtpc.engine.served import NO_KEY, OWN_SAMPLING
+from vllm_mtpc.engine.served import OWN_SAMPLING
 from vllm_mtpc.engine.server import run_server
 from vllm_mtpc.errors import SETUP, EngineFailed, UsageError, one_line
 from vllm_mtpc.files import read_json, replace_file
@@ -120,7 +120,7 @@ def _engine(
     engine, sampling = options.arguments(has_tokenizer)
     pool = ThreadPoolExecutor(IN_FLIGHT)
     try:
-        with run_server(serve_arguments({**OWN_SAMPLING, **engine}), log, NO_KEY) as client:
+        with run_server(serve_arguments({**OWN_SAMPLING, **engine}), log) as client:
             card = client.model_card()
 
             def answer(request: Request) -> dict[str, Any]:

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from vllm_mtpc.engine.counters import Acceptance
-from vllm_mtpc.engine.options import API_KEY, serve_arguments
+from vllm_mtpc.engine.options import serve_arguments
 from vllm_mtpc.engine.server import run_server
 from vllm_mtpc.engine.target_config import resolve_dtype
 
 # The sampling of a request is its own, without the defaults of the target's generation_config.json.
 OWN_SAMPLING = {"generation_config": "vllm"}
-NO_KEY = {API_KEY: ""}  # with an API key of the environment the server would refuse these requests
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ def serve(
     """
     dtype, found = resolve_dtype(engine), []
     with (
-        run_server(serve_arguments({**OWN_SAMPLING, **engine}), log, NO_KEY) as client,
+        run_server(serve_arguments({**OWN_SAMPLING, **engine}), log) as client,
         ThreadPoolExecutor(len(prompts)) as pool,
     ):
         body = {"model": client.model(), **(sampling or {}), "max_tokens": max_tokens}

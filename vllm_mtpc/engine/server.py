@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from vllm_mtpc.engine.counters import Acceptance
+from vllm_mtpc.engine.options import API_KEY
 from vllm_mtpc.engine.process import engine_environment
 from vllm_mtpc.errors import EngineFailed
 
@@ -292,14 +293,16 @@ def run_server(arguments: Sequence[str], log: Path, environment: Mapping[str, st
     Args:
         arguments: words after `vllm serve`.
         log: file of the output.
-        environment: added to that of every engine (`engine_environment`).
+        environment: added to that of every engine (`engine_environment`). Without an API key in it there is none, also
+            if this process has one: `Client` does not send it.
 
     Raises:
         EngineFailed: the server did not start, or it ended while the block asked it.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as output:
-        server = VllmServer(arguments, {**engine_environment(), **(environment or {})}, PROGRAM, output, free_port())
+        variables = {**engine_environment(), API_KEY: "", **(environment or {})}
+        server = VllmServer(arguments, variables, PROGRAM, output, free_port())
         server.start()
         try:
             yield server.client

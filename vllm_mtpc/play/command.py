@@ -92,6 +92,7 @@ def run_servers(args: argparse.Namespace, names: Sequence[tuple[str, str]]) -> I
     drafting = ["--speculative-config", json.dumps(spec), "--per-request-spec-decode-metrics", "summary"]
     arguments = {"plain": [target, *engine], "head": [target, *engine, *drafting]}
     environment = {"MTPC_ALLOW_HEAD_SWAP": "1", "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0")}
+    environment[API_KEY] = os.environ.get(API_KEY, "")  # the page's requests have it
     print(f"starting two servers of {target}, plain and with {first.name}; this takes a minute", flush=True)
     with tempfile.TemporaryDirectory() as logs, contextlib.ExitStack() as stack, ThreadPoolExecutor() as pool:
 
