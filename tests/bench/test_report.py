@@ -15,7 +15,7 @@ from vllm_mtpc.report import markdown, print_table
 
 def passes(who, cell, *seconds: float, **more) -> list[Pass]:
     """A pass for each duration, compared with plain passes of one second."""
-    return [Pass(who, cell, turn, measured(cell, value, **more), 8.0) for turn, value in enumerate(seconds)]
+    return [Pass(who, cell, turn, measured(value, **more), 8.0) for turn, value in enumerate(seconds)]
 
 
 def test_rows_are_medians_of_rounds_and_sums_of_counters() -> None:

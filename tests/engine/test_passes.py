@@ -11,7 +11,7 @@ from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.passes import Engine, Setting
 from vllm_mtpc.errors import EngineFailed
 
-SETTING = Setting("T=0, c=2", clients=2, temperature=0.0, max_tokens=4, prompts=3, first=1)
+SETTING = Setting(clients=2, temperature=0.0, max_tokens=4, prompts=3, first=1)
 RESULT = {
     "completed": 3,
     "duration": 2.0,

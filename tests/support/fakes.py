@@ -11,8 +11,8 @@ from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.passes import Measured, Setting
 from vllm_mtpc.errors import EngineFailed
 
-GREEDY = Setting("T=0, c=1", 1, 0.0, 4, 2)
-SAMPLED = Setting("T=1, c=1", 1, 1.0, 4, 2)
+GREEDY = Setting(1, 0.0, 4, 2)
+SAMPLED = Setting(1, 1.0, 4, 2)
 
 
 def decoding(name: str, method: str | None = "mtpc") -> Decoding:
@@ -22,10 +22,10 @@ def decoding(name: str, method: str | None = "mtpc") -> Decoding:
 PLAIN, NGRAM, BTREE = decoding("plain", None), decoding("ngram", "ngram"), decoding("btree")
 
 
-def measured(setting: Setting, seconds: float, **more: Any) -> Measured:
+def measured(seconds: float, **more: Any) -> Measured:
     """Eight tokens, three of them accepted drafts, in four steps of a request."""
     acceptance = Acceptance(3, 6, 3, (2, 1), steps=4)
-    return Measured(setting, seconds, 8, **{"acceptance": acceptance, "ttft_ms": 20.0, "tpot_ms": 5.0, **more})
+    return Measured(seconds, 8, **{"acceptance": acceptance, "ttft_ms": 20.0, "tpot_ms": 5.0, **more})
 
 
 class Engines:
@@ -60,4 +60,4 @@ class _Engine:
     def measure(self, setting: Setting) -> Measured:
         self.engines.log.append((self.name, setting.name, str(setting.first)))
         self.passes += 1
-        return measured(setting, self.engines.seconds(self.name, setting, self.passes - 1))
+        return measured(self.engines.seconds(self.name, setting, self.passes - 1))

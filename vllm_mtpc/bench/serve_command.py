@@ -142,13 +142,7 @@ def find_decodings(args: argparse.Namespace, on_gpu: bool) -> tuple[list[Decodin
 def make_cells(args: argparse.Namespace) -> list[Setting]:
     """Return the settings: temperatures and numbers of clients."""
     return [
-        Setting(
-            f"T={temperature:g}, c={clients}",
-            clients,
-            temperature,
-            args.max_tokens,
-            max(args.prompts, 3 * clients),
-        )
+        Setting(clients, temperature, args.max_tokens, max(args.prompts, 3 * clients))
         for temperature in args.temperature
         for clients in args.concurrency
     ]

@@ -34,7 +34,6 @@ class Setting:
     """How the requests of a pass are sent.
 
     Attributes:
-        name: of the setting in error messages.
         clients: requests in flight at once.
         temperature: of sampling; requests have no seeds, so another pass has other samples.
         max_tokens: of every answer.
@@ -42,19 +41,21 @@ class Setting:
         first: index of the first prompt.
     """
 
-    name: str
     clients: int
     temperature: float
     max_tokens: int
     prompts: int
     first: int = 0
 
+    @property
+    def name(self) -> str:
+        return f"T={self.temperature:g}, c={self.clients}"
+
 
 @dataclass(frozen=True)
 class Measured:
     """Result of one pass: counts of tokens, medians over requests, seconds of the pass and of its processes."""
 
-    setting: Setting
     seconds: float
     tokens: int
     acceptance: Acceptance
@@ -93,7 +94,6 @@ class Engine:
             answered = f"{result['completed']} of {setting.prompts} requests"
             raise EngineFailed(f"vllm serve answered {answered} of {setting.name}")
         return Measured(
-            setting,
             result["duration"],
             result["total_output_tokens"],
             self.client.acceptance() - before,
