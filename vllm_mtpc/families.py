@@ -15,7 +15,7 @@ class Family:
     """Objects of one family, as attributes.
 
     config: pydantic model of `config.json`, a subclass of `vllm_mtpc.config.base.AnyHeadConfig`
-    check: (folder, config) -> AdapterInfo | None; raises CheckpointError for tensors that do not fit the config
+    check: (folder, config) -> Adapters | None; raises CheckpointError for tensors that do not fit the config
     load: (folder, dtype, device) -> the head
     facts: (folder, config) -> facts of `vllm-mtpc inspect` about such heads, and the names of their weight files
     evaluator: the Evaluator of `vllm-mtpc eval` and `doctor`

@@ -59,7 +59,8 @@ def load_draft_layers(target: nn.Module, vllm_config: VllmConfig, device: torch.
         CheckpointError: an adapter has no layer in the target, or adapts other layers than the last ones.
     """
     spec = vllm_config.speculative_config
-    info, lora = load_adapters(Path(spec.model_folder), spec.head, vllm_config.model_config.dtype, device)
+    info = load_adapters(Path(spec.model_folder), spec.head, vllm_config.model_config.dtype, device)
+    lora = dict(info.tensors)
     layers, gate = target.model.layers, Gate()
     packed = getattr(target, "packed_modules_mapping", {})
     names = vllm_config.compilation_config.static_forward_context
@@ -102,8 +103,8 @@ class LayeredSpeculator(MtpcSpeculator):
     @torch.inference_mode()
     def prepared(self, made: Any, target_model: nn.Module) -> Callable[[], None]:
         activate_head = super().prepared(made, target_model)
-        info, lora = load_adapters(Path(made.model_folder), made.head, self.dtype, self.device)
-        copy_adapters = prepare_adapters(self.layers, lora, info.alpha / info.rank, target_model)
+        info = load_adapters(Path(made.model_folder), made.head, self.dtype, self.device)
+        copy_adapters = prepare_adapters(self.layers, dict(info.tensors), info.alpha / info.rank, target_model)
 
         def activate() -> None:
             activate_head()

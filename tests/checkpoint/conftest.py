@@ -1,19 +1,31 @@
-"""Small heads on disk."""
+"""Small heads of every kind on disk."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from peft import get_peft_model_state_dict
+from torch import Tensor
 
-from vllm_mtpc.checkpoint import save_head
+from tests.support.adapted import LLAMA, adapted_llama
+from vllm_mtpc.checkpoint import check_tensors, load_head, load_ptp, read_config, save_head, save_ptp
+from vllm_mtpc.checkpoint.inspect import inspect_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
+from vllm_mtpc.config.ptp_config import PtpConfig
+from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.heads import build_head
+from vllm_mtpc.heads.adapters import MODULES, Adapters
 from vllm_mtpc.heads.linear import LinearHead
+from vllm_mtpc.heads.ptp.embedding import build_embedding
+from vllm_mtpc.heads.ptp.late import build_late
 
 torch.set_num_threads(1)
 TARGET = {"model_type": "llama", "hidden_size": 4, "vocab_size": 7, "architectures": ["LlamaForCausalLM"]}
+KINDS = ("mtpc", "layers", "ptp", "late")
 
 
 @pytest.fixture
@@ -22,7 +34,7 @@ def new_head():
 
     def build(circuit: str = "btree", seed: int = 0, **settings) -> tuple[HeadConfig, LinearHead]:
         settings = {"window": 4, "num_components": 1 if circuit == "ff" else 2, "verifier": "../target"} | settings
-        config = HeadConfig.create(circuit=circuit, target=TARGET, **settings)
+        config = HeadConfig.create(circuit=circuit, **({"target": TARGET} | settings))
         torch.manual_seed(seed)
         return config, build_head(config)
 
@@ -34,3 +46,49 @@ def folder(tmp_path, new_head) -> Path:
     """A saved btree head."""
     save_head(tmp_path / "head", *new_head(), {"command": "train me"}, "# a head\n")
     return tmp_path / "head"
+
+
+def lora_of(seed: int, layers: list[int] | None, alpha: float) -> dict[str, Tensor]:
+    return get_peft_model_state_dict(adapted_llama(seed, layers, lora_alpha=alpha))
+
+
+@pytest.fixture
+def save_kind(new_head) -> Callable[..., None]:
+    """Save a head of KINDS: MtPC, MtPC with draft layers, PTP, PTP with a late network; `edit` changes its tensors."""
+
+    def save(folder: Path, kind: str, seed: int = 0, edit: Any = None, dtype=torch.float16, **settings: Any) -> None:
+        end = {"command": "train me"}, "# a head\n", dtype
+        if kind in ("mtpc", "layers"):
+            more = {"target": LLAMA, "lora_layers": 2} if kind == "layers" else {}
+            config, head = new_head(settings.pop("circuit", "btree"), seed, **more | settings)
+            lora = lora_of(seed, [1, 2], 6.0) if kind == "layers" else {}
+            if edit:
+                edit(lora, head)
+            save_head(folder, config, head, *end, Adapters([1, 2], 2, 6.0, list(MODULES), lora) if lora else None)
+            return
+        settings = {"variant": "late" if kind == "late" else "o-ptp", "window": 4, "lora_rank": 2} | settings
+        config = PtpConfig.create(target=LLAMA, verifier="../target", lora_alpha=6.0, **settings)
+        torch.manual_seed(seed)
+        embedding = build_embedding(config.u_embedding, 8, config.u_features, config.u_hidden)
+        lora = lora_of(seed, None, 6.0)
+        if edit:
+            edit(lora, embedding)
+        save_ptp(folder, config, lora, embedding, *end, build_late(8, config.late_width))
+
+    return save
+
+
+def refusal(folder: Path, kind: str) -> str:
+    """The one line of all readers."""
+    load = load_ptp if kind in ("ptp", "late") else load_head
+    lines = []
+    for read in (load, lambda place: check_tensors(place, read_config(place)), inspect_head):
+        with pytest.raises(MtpcError) as caught:
+            read(folder)
+        lines.append(str(caught.value))
+    assert len(set(lines)) == 1 and "\n" not in lines[0] and str(folder) in lines[0]
+    return lines[0]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}

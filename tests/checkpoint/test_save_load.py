@@ -1,4 +1,4 @@
-"""Heads are loaded exactly as saved, and an interrupted save leaves the old head or a refusal."""
+"""Heads are loaded exactly as saved, and an interrupted save leaves one head or a refusal."""
 
 from __future__ import annotations
 
@@ -6,16 +6,36 @@ import errno
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 
-from vllm_mtpc.checkpoint import load_head, save_head
+from tests.checkpoint.conftest import contents, lora_of, refusal
+from tests.support.adapted import LLAMA, adapted_llama, llama
+from vllm_mtpc.checkpoint import load_head, load_ptp, read_config, save_head, save_ptp
+from vllm_mtpc.checkpoint.inspect import inspect_head
+from vllm_mtpc.checkpoint.load import ADAPTER_FILES
 from vllm_mtpc.circuits import CIRCUITS
-from vllm_mtpc.errors import MtpcError
+from vllm_mtpc.cli import main
+from vllm_mtpc.config.ptp_config import PtpConfig
+from vllm_mtpc.errors import CheckpointError, MtpcError
+from vllm_mtpc.heads.adapters import MODULES, DraftLayers
+from vllm_mtpc.heads.ptp.embedding import EMBEDDINGS, build_embedding
+from vllm_mtpc.heads.ptp.late import build_late
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+ADAPTER, ADAPTER_WEIGHTS = ADAPTER_FILES
+Q_A = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+# A and B, rank 2, of the seven projections of a layer
+PARAMETERS = 2 * sum([8 + 8, 8 + 4, 8 + 4, 8 + 8, 8 + 12, 8 + 12, 12 + 8])
+FILES = {
+    "mtpc": ["model.safetensors", "README.md", "provenance.json", "config.json"],
+    "layers": ["model.safetensors", ADAPTER_WEIGHTS, ADAPTER, "README.md", "provenance.json", "config.json"],
+    "ptp": ["u_embed.safetensors", ADAPTER_WEIGHTS, ADAPTER, "README.md", "provenance.json", "config.json"],
+}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -24,10 +44,9 @@ def test_round_trip_is_bit_exact_in_the_stored_dtype(tmp_path, new_head, circuit
     config, head = new_head(circuit)
     save_head(tmp_path, config, head, {}, "card", dtype)
     expected = {name: value.to(dtype) for name, value in head.state_dict().items()}
-    stored = load_file(tmp_path / "model.safetensors")
     read_config, loaded = load_head(tmp_path, dtype)
     assert read_config == config
-    for tensors in (stored, loaded.state_dict()):
+    for tensors in (load_file(tmp_path / "model.safetensors"), loaded.state_dict()):
         assert set(tensors) == set(expected)
         assert all(tensors[name].dtype == dtype and torch.equal(tensors[name], expected[name]) for name in expected)
 
@@ -43,83 +62,165 @@ def test_loaded_head_computes_the_same_parameters(tmp_path, new_head):
     assert not any(value.requires_grad for value in loaded.parameters())
 
 
-def test_saving_a_loaded_head_writes_the_same_bytes(folder, tmp_path):
-    config, head = load_head(folder)
-    save_head(tmp_path / "again", config, head, {"command": "train me"}, "# a head\n")
-    for file in sorted(folder.iterdir()):
-        assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
-
-
-def test_folder_has_config_weights_card_and_provenance(folder):
-    assert sorted(file.name for file in folder.iterdir()) == [
-        "README.md",
-        "config.json",
-        "model.safetensors",
-        "provenance.json",
-    ]
+@pytest.mark.parametrize("kind", FILES)
+def test_folder_has_config_weights_card_and_provenance(tmp_path, save_kind, kind):
+    folder = tmp_path / "head"
+    save_kind(folder, kind)
+    assert contents(folder).keys() == set(FILES[kind])
     assert (folder / "README.md").read_text() == "# a head\n"
     record = json.loads((folder / "provenance.json").read_text())
     assert record["command"] == "train me"
-    assert record["versions"]["torch"] == torch.__version__
-    assert "python" in record["versions"]
+    assert record["versions"]["torch"] == torch.__version__ and "python" in record["versions"]
 
 
-FILES = ["model.safetensors", "README.md", "provenance.json", "config.json"]
+def test_saving_a_loaded_head_writes_the_same_bytes(folder, tmp_path):
+    save_head(tmp_path / "again", *load_head(folder), {"command": "train me"}, "# a head\n")
+    assert contents(tmp_path / "again") == contents(folder)
 
 
-@pytest.mark.parametrize("failing", FILES)
+def draft_layers(seed: int = 0) -> DraftLayers:
+    model = llama()
+    # the attributes that DraftLayers reads
+    target = SimpleNamespace(model=model, backbone=model.model, name="llama", device=torch.device("cpu"))
+    target.attention = "torch"
+    split = DraftLayers(target, 2, rank=2, alpha=4)
+    for value in split.parameters():
+        value.data.normal_()
+    return split
+
+
+def test_draft_layers_are_saved_and_loaded_with_their_head(tmp_path, new_head, capsys):
+    split = draft_layers()
+    config, head = new_head(target=LLAMA, lora_layers=2)
+    save_head(tmp_path / "head", config, head, {}, "card", draft_layers=split)
+    assert load_head(tmp_path / "head")[0] == config
+    loaded = DraftLayers.load(tmp_path / "head", split.target)
+    expected = split.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
+    assert json.loads((tmp_path / "head" / ADAPTER).read_text())["base_model_name_or_path"] == "../target"
+    modules = sorted(MODULES)
+    shown = {"layers": [1, 2], "rank": 2, "alpha": 4, "modules": modules, "parameters": 2 * PARAMETERS}
+    assert inspect_head(tmp_path / "head")["adapters"] == shown
+    assert main(["inspect", str(tmp_path / "head")]) == 0
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert f"layers 1, 2, rank 2, alpha 4, modules {', '.join(modules)}, parameters {2 * PARAMETERS}" in text
+    # a head without draft layers removes the old adapters
+    save_head(tmp_path / "head", *new_head(), {}, "card")
+    assert not {ADAPTER, ADAPTER_WEIGHTS} & contents(tmp_path / "head").keys()
+    load_head(tmp_path / "head")
+
+
+@pytest.mark.parametrize("has_layers, layers", [(False, 2), (True, 1), (True, 0)])
+def test_draft_layers_must_be_those_of_the_config_to_be_saved(tmp_path, new_head, has_layers, layers):
+    config, head = new_head(target=LLAMA, lora_layers=layers)
+    with pytest.raises(MtpcError, match=f"lora_layers={layers}"):
+        save_head(tmp_path / "head", config, head, {}, "card", draft_layers=draft_layers() if has_layers else None)
+    assert not (tmp_path / "head").exists()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("u_embedding", EMBEDDINGS)
+def test_ptp_head_is_loaded_as_saved(tmp_path, u_embedding, dtype):
+    settings = {"u_embedding": u_embedding, "variant": "c-ptp", "window": 4, "accepted": [0.5, 0.5, 0, 0]}
+    config = PtpConfig.create(target=LLAMA, verifier="../target", lora_rank=2, lora_alpha=6.0, **settings)
+    lora, embedding = lora_of(0, None, 6.0), build_embedding(u_embedding, 8, config.u_features, config.u_hidden)
+    save_ptp(tmp_path, config, lora, embedding, {}, "card", dtype)
+    head = load_ptp(tmp_path)
+    assert head.config == read_config(tmp_path) == config
+    assert head.lora.keys() == lora.keys()
+    assert all(torch.equal(value, lora[name].to(dtype).float()) for name, value in head.lora.items())
+    u = torch.rand(9)
+    assert torch.equal(head.embedding(u), embedding.to(dtype).float()(u))
+    assert not any(value.requires_grad for value in head.embedding.parameters())
+    head = load_ptp(tmp_path, torch.bfloat16)
+    assert {value.dtype for value in [*head.lora.values(), *head.embedding.parameters()]} == {torch.bfloat16}
+
+
+def test_late_network_is_loaded_as_saved(tmp_path):
+    settings = {"variant": "late", "window": 4, "late_width": 3, "distribution_trust": 0.8}
+    config = PtpConfig.create(target=LLAMA, verifier="../target", lora_rank=2, lora_alpha=6.0, **settings)
+    late = build_late(8, 3)
+    late.outer.weight.data.normal_()
+    save_ptp(tmp_path, config, lora_of(0, None, 6.0), build_embedding("ieee", 8), {}, "card", torch.float16, late)
+    head = load_ptp(tmp_path)
+    hidden, tokens = torch.randn(2, 4, 8), torch.randn(2, 4, 8)
+    assert torch.equal(head.late(hidden, tokens), late.half().float()(hidden, tokens))
+    assert not any(value.requires_grad for value in head.late.parameters())
+    assert inspect_head(tmp_path)["late_width"] == 3 and inspect_head(tmp_path)["distribution_trust"] == 0.8
+
+
+def test_peft_reads_the_adapters(tmp_path, save_kind):
+    """PEFT's model on the plain target gives the logits of the model with the adapters."""
+    save_kind(tmp_path, "ptp", dtype=torch.float32)
+    tokens = torch.arange(7)[None]
+    expected = adapted_llama(0, lora_alpha=6)(tokens).logits
+    assert torch.equal(PeftModel.from_pretrained(llama(), tmp_path).eval()(tokens).logits, expected)
+    assert not torch.allclose(llama()(tokens).logits, expected)
+    values = json.loads((tmp_path / ADAPTER).read_text())
+    assert (values["r"], values["lora_alpha"], values["layers_to_transform"]) == (2, 6, None)
+    assert values["target_modules"] == sorted(MODULES) and values["base_model_name_or_path"] == "../target"
+
+
+@pytest.mark.parametrize("failing", FILES["mtpc"])
 @pytest.mark.parametrize("step", ["write", "fsync"])
 def test_full_disk_keeps_the_old_head(folder, new_head, monkeypatch, failing, step):
     """Of other shapes: new weights under the old config would not load."""
-    before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    write = Path.write_bytes
+    before, write = contents(folder), Path.write_bytes
 
     def full(path, data):
         if path.name == f"{failing}.partial" and step == "write":
             write(path, data[: len(data) // 2])
-            raise OSError(errno.ENOSPC, "No space left on device")
+            no_space()
         if path.name == f"{failing}.partial":
             monkeypatch.setattr(os, "fsync", no_space)
         return write(path, data)
 
-    def no_space(number):
+    def no_space(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError, match="No space left"):
         save_head(folder, *new_head("hmm", seed=1), {}, "new card")
     monkeypatch.undo()
-    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    assert contents(folder) == before
     load_head(folder)
 
 
-@pytest.mark.parametrize("circuit", ["btree", "hmm"], ids=["same-shapes", "other-shapes"])
-@pytest.mark.parametrize("failing", FILES)
-def test_save_interrupted_between_renames_leaves_a_head_or_a_refusal(folder, new_head, monkeypatch, circuit, failing):
-    old_config, old = load_head(folder)
-    config, head = new_head(circuit, seed=1)
+INTERRUPTED = [("mtpc", {}, name) for name in FILES["mtpc"]] + [("mtpc", {"circuit": "hmm"}, "config.json")]
+INTERRUPTED += [("layers", {}, name) for name in FILES["layers"]]
+INTERRUPTED += [("ptp", {"variant": "c-ptp"}, name) for name in FILES["ptp"]]
+
+
+@pytest.mark.parametrize("kind, changes, failing", INTERRUPTED)
+def test_save_interrupted_between_renames_leaves_one_head_or_a_refusal(
+    tmp_path, save_kind, monkeypatch, kind, changes, failing
+):
+    """Never tensors of two heads of the same shapes, nor an o-ptp head labelled c-ptp."""
+    place, old, new = tmp_path / "head", tmp_path / "old", tmp_path / "new"
+    for folder, more in ((place, {}), (old, {}), (new, {"seed": 1} | changes)):
+        save_kind(folder, kind, **more)
     replace = os.replace
 
     def failing_replace(source, target):
-        if os.fspath(target).endswith(failing):
-            raise OSError("interrupted")
+        if Path(target).name == failing:
+            raise OSError("disk full")
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", failing_replace)
-    with pytest.raises(OSError, match="interrupted"):
-        save_head(folder, config, head, {}, "new card")
+    with pytest.raises(OSError, match="disk full"):
+        save_kind(place, kind, seed=1, **changes)
     monkeypatch.undo()
-    assert not list(folder.glob("*.partial"))
-    try:
-        read_config, loaded = load_head(folder)
-    except MtpcError:
-        assert circuit != "btree"  # new weights under the old config: refused by their shapes
-        assert failing != "model.safetensors"
+    assert not list(place.glob("*.partial"))
+    if (failing == ADAPTER_WEIGHTS or changes) and failing != FILES[kind][0]:
+        refusal(place, kind)
         return
-    assert read_config == old_config
-    expected = old if failing == "model.safetensors" else head.half().float()
-    for name, value in loaded.state_dict().items():
-        assert torch.equal(value, expected.state_dict()[name])  # all of one head, never a mixture
+    expected = old if failing == FILES[kind][0] else new
+    found = [
+        load_ptp(folder).lora if kind == "ptp" else load_head(folder)[1].state_dict() for folder in (place, expected)
+    ]
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+    if kind != "mtpc":
+        assert (place / ADAPTER_WEIGHTS).read_bytes() == (expected / ADAPTER_WEIGHTS).read_bytes()
 
 
 def test_interrupted_first_save_is_refused(tmp_path, new_head, monkeypatch):
@@ -134,18 +235,40 @@ def test_interrupted_first_save_is_refused(tmp_path, new_head, monkeypatch):
         load_head(tmp_path)
 
 
-@pytest.mark.parametrize("value", [float("nan"), 1e6], ids=["nan", "beyond-float16"])
-def test_unloadable_weights_are_not_saved(folder, new_head, value):
-    before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    config, head = new_head("btree", seed=1)
-    head.leaf_weight.data[0, 0, 0, 0] = value
-    with pytest.raises(MtpcError, match=r"leaf_weight.*float16"):
-        save_head(folder, config, head, {}, "new card")
-    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+def rename(tensors: dict[str, torch.Tensor], old: str, new: str) -> None:
+    for name in [name for name in tensors if old in name]:
+        tensors[name.replace(old, new)] = tensors.pop(name)
+
+
+@pytest.mark.parametrize(
+    "kind, edit, words",
+    [
+        ("mtpc", lambda lora, head: head.leaf_weight.data.fill_(float("nan")), ["leaf_weight", "float16"]),
+        ("mtpc", lambda lora, head: head.leaf_weight.data.fill_(1e6), ["leaf_weight", "float16"]),
+        ("layers", lambda lora, head: lora[Q_A].fill_(float("inf")), ["NaN or infinity", Q_A]),
+        ("ptp", lambda lora, embedding: lora.pop(Q_A), ["missing", Q_A]),
+        ("ptp", lambda lora, embedding: lora.update({Q_A: torch.zeros(3, 8)}), ["(3, 8)"]),
+        ("ptp", lambda lora, embedding: lora[Q_A].fill_(1e9), ["NaN or infinity as torch.float16"]),
+        ("ptp", lambda lora, embedding: embedding.outer.bias.data.fill_(float("nan")), ["NaN", "outer.bias"]),
+        (
+            "ptp",
+            lambda lora, embedding: embedding.register_parameter("more", embedding.outer.bias),
+            ["unknown", "more"],
+        ),
+        ("ptp", lambda lora, embedding: rename(lora, "q_proj", "qkv_proj"), ["qkv_proj", "allowed: q_proj"]),
+    ],
+)
+def test_unloadable_weights_are_not_saved(tmp_path, save_kind, kind, edit, words):
+    save_kind(tmp_path, kind)
+    before = contents(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        save_kind(tmp_path, kind, seed=1, edit=edit)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert contents(tmp_path) == before
 
 
 def test_provenance_that_is_not_json_is_refused_before_writing(folder, new_head):
-    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    before = contents(folder)
     with pytest.raises(TypeError):
         save_head(folder, *new_head("btree", seed=1), {"when": object()}, "new card")
-    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    assert contents(folder) == before

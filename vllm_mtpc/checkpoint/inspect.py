@@ -16,6 +16,7 @@ from vllm_mtpc.heads import HEADS
 if TYPE_CHECKING:
     from vllm_mtpc.config.mtpc_config import HeadConfig
     from vllm_mtpc.config.ptp_config import PtpConfig
+    from vllm_mtpc.heads.adapters import Adapters
 
 Report = dict[str, Any]
 # Parts of the report that have their own rows.
@@ -83,7 +84,7 @@ def mtpc_facts(folder: Path, config: HeadConfig) -> tuple[Report, list[str]]:
         "proposal": config.draft_sample_method,
         "head": config.head,
         "expander": config.model_dump(include={one.name for one in HEADS[config.head].options}, exclude_none=True),
-        "adapters": adapters and adapters._asdict(),
+        "adapters": adapters and _adapter_facts(adapters),
     }, [WEIGHTS_FILE]
 
 
@@ -94,9 +95,14 @@ def ptp_facts(folder: Path, config: PtpConfig) -> tuple[Report, list[str]]:
 
     own = ("variant", "u_embedding", "late_width", "distribution_trust", "accepted")
     options = config.model_dump(include={"u_features", "u_hidden"}, exclude_none=True)
-    adapters = check_ptp(folder, config)._asdict()
+    adapters = _adapter_facts(check_ptp(folder, config))
     found = {name: getattr(config, name) for name in own} | {"u_options": options, "adapters": adapters}
     return found, [U_EMBED_FILE, ADAPTER_WEIGHTS_FILE]
+
+
+def _adapter_facts(adapters: Adapters) -> Report:
+    facts = adapters._asdict()
+    return facts | {"parameters": sum(tensor.numel() for tensor in facts.pop("tensors").values())}
 
 
 def _tensors(file: Path) -> dict[str, Report]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -22,7 +22,7 @@ from vllm_mtpc.errors import CheckpointError, one_line
 from vllm_mtpc.families import FAMILIES
 from vllm_mtpc.files import open_tensors, read_json
 from vllm_mtpc.heads import build_head
-from vllm_mtpc.heads.adapters import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, MODULES
+from vllm_mtpc.heads.adapters import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, MODULES, Adapters
 from vllm_mtpc.heads.base import Head
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -36,16 +36,6 @@ _ADAPTER = re.compile(
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-class AdapterInfo(NamedTuple):
-    """Summary of the LoRA adapters of a head."""
-
-    layers: list[int]  # of the target, 0-based
-    rank: int
-    alpha: float
-    modules: list[str]
-    parameters: int
-
-
 class AdapterConfig(BaseModel):
     """The keys of PEFT's `adapter_config.json` that define the update alpha / r * B A. Other keys are ignored."""
 
@@ -54,7 +44,6 @@ class AdapterConfig(BaseModel):
     peft_type: Literal["LORA"]
     r: int = Field(ge=1)
     lora_alpha: float = Field(gt=0, allow_inf_nan=False)
-    target_modules: list[str] = Field(min_length=1)
     layers_to_transform: list[int] | None = None
     # Each of these makes another update of it.
     use_rslora: Literal[False] | None = False
@@ -91,11 +80,11 @@ def require_method(method: str, folder: Path, config: AnyHeadConfig) -> Any:
     return config
 
 
-def check_tensors(folder: Path, config: AnyHeadConfig) -> AdapterInfo | None:
+def check_tensors(folder: Path, config: AnyHeadConfig) -> Adapters | None:
     """Check names, shapes, dtypes and values of all tensors of a head.
 
     Returns:
-        The summary of its adapters, None without adapters.
+        Its adapters, None without adapters.
 
     Raises:
         CheckpointError: The files do not hold exactly the tensors that `config` asks for, or one is not finite.
@@ -103,11 +92,10 @@ def check_tensors(folder: Path, config: AnyHeadConfig) -> AdapterInfo | None:
     return FAMILIES[config.speculators_model_type].check(folder, config)
 
 
-def check_head(folder: Path, config: HeadConfig) -> AdapterInfo | None:
+def check_head(folder: Path, config: HeadConfig) -> Adapters | None:
     """`check_tensors` of an MtPC head."""
-    for _ in _read_head_tensors(folder, config):
-        pass
-    return load_adapters(folder, config)[0] if config.lora_layers else None
+    _read_head_tensors(folder, config)
+    return load_adapters(folder, config) if config.lora_layers else None
 
 
 def load_head(
@@ -130,33 +118,28 @@ def load_head(
     """
     folder = Path(folder)
     config = read_circuit_config(folder)
-    with torch.device("meta"):
-        head = build_head(config)
-    tensors = {name: tensor.to(device=device, dtype=dtype) for name, tensor in _read_head_tensors(folder, config)}
+    tensors = _read_head_tensors(folder, config)
     if config.lora_layers:
         load_adapters(folder, config)
-    head.load_state_dict(tensors, assign=True)
+    with torch.device("meta"):
+        head = build_head(config)
+    head.load_state_dict({name: tensor.to(device, dtype) for name, tensor in tensors.items()}, assign=True)
     return config, head.eval().requires_grad_(False)
 
 
-def _read_head_tensors(folder: Path, config: HeadConfig) -> Iterator[tuple[str, Tensor]]:
+def _read_head_tensors(folder: Path, config: HeadConfig) -> dict[str, Tensor]:
     file = require_weights(folder, WEIGHTS_FILE)
     with torch.device("meta"):
         expected = shapes_of(build_head(config).state_dict())
-    keys = f"{CONFIG_FILE}: circuit, window, num_components, vocab_size, hidden_size, expander_..."
-    return read_tensors(file, lambda shapes: check_shapes(file, shapes, expected, keys))
+    tensors = read_tensors(file)
+    check_shapes(file, shapes_of(tensors), expected, f"{CONFIG_FILE}: circuit, window, num_components, vocab_size, ...")
+    return tensors
 
 
-def read_tensors(file: Path, check: Callable[[Shapes], None]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of a safetensors file, memory-mapped; raises CheckpointError unless all are finite floats.
-
-    `check` is called with the shapes of all tensors before one is read.
-    """
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, memory-mapped; raises CheckpointError unless all are finite floats."""
     with open_tensors(file) as handle:
-        names = sorted(handle.keys())
-        check({name: tuple(handle.get_slice(name).get_shape()) for name in names})
-        for name in names:
-            yield name, check_values(file, name, handle.get_tensor(name))
+        return {name: check_values(file, name, handle.get_tensor(name)) for name in sorted(handle.keys())}
 
 
 def check_values(file: Path, name: str, tensor: Tensor) -> Tensor:
@@ -203,57 +186,55 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 def load_adapters(
     folder: Path, config: HeadConfig, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-) -> tuple[AdapterInfo, dict[str, Tensor]]:
-    """Load the LoRA adapters of a head's draft layers.
+) -> Adapters:
+    """Load the LoRA adapters of a head's draft layers; raises CheckpointError as `read_adapters`."""
+    adapters = read_adapters(folder, WEIGHTS_FILE, config, config.lora_layers)
+    return adapters._replace(tensors={name: value.to(device, dtype) for name, value in adapters.tensors.items()})
+
+
+def read_adapters(folder: Path, weights: str, config: AnyHeadConfig, count: int | None = None) -> Adapters:
+    """Read PEFT's files of a head.
+
+    Args:
+        folder: Of the head.
+        weights: The head's weight file, whose metadata has the digest of the adapters.
+        config: Of the head.
+        count: Number of the target's last layers that have adapters; None: all have.
 
     Returns:
-        Their summary, and their tensors by PEFT's names: A [rank, in] and B [out, rank] of each module.
+        The adapters, with tensors by PEFT's names: A [rank, in] and B [out, rank] of each module.
 
     Raises:
         CheckpointError: A file is missing or damaged, or the adapters are not those the head was saved with.
     """
-    require_adapter_files(folder, f"lora_layers={config.lora_layers}")
-    last, count = config.transformer_layer_config.get("num_hidden_layers"), config.lora_layers
-    peft = read_adapter_config(folder)
-    layers = peft.layers_to_transform
-    end = layers[-1] + 1 if layers and last is None else last
-    if not layers or end is None or layers != list(range(end - count, end)):
-        raise CheckpointError(
-            f"{folder / ADAPTER_CONFIG_FILE}: layers_to_transform = {layers}; allowed: the last {count} layers of the "
-            f"target{f', {list(range(last - count, last))}' if last else ''}; save the head again"
-        )
-    stored = read_adapters(folder / ADAPTER_WEIGHTS_FILE, layers, peft.r, config.hidden_size)
-    tensors = {name: tensor.to(device=device, dtype=dtype) for name, tensor in stored}
-    parameters = sum(tensor.numel() for tensor in tensors.values())
-    check_digest(folder, WEIGHTS_FILE)
-    return AdapterInfo(layers, peft.r, peft.lora_alpha, sorted(peft.target_modules), parameters), tensors
-
-
-def require_adapter_files(folder: Path, reason: str) -> None:
-    """Raise CheckpointError unless a folder has PEFT's files; `reason` is the setting that needs them."""
     for name in ADAPTER_FILES:
         if not (folder / name).is_file():
-            raise CheckpointError(
-                f"{folder} has no {name}, which {reason} in its config.json needs; copy the whole folder again, or "
-                "save the head with its adapters"
-            )
+            raise CheckpointError(f"{folder} has no {name}, which this head needs; copy the whole folder again")
+    peft, file = read_adapter_config(folder), folder / ADAPTER_WEIGHTS_FILE
+    given, total = peft.layers_to_transform, config.transformer_layer_config.get("num_hidden_layers")
+    end = total or (given[-1] + 1 if given else 0)
+    layers = list(range(0 if count is None else end - count, end))
+    if given != (None if count is None else layers):
+        raise CheckpointError(
+            f"{folder / ADAPTER_CONFIG_FILE}: layers_to_transform = {given}; allowed: "
+            f"{'null, every layer' if count is None else f'{layers}, the last {count} layers of the target'}; save the "
+            "head again"
+        )
+    tensors = read_tensors(file)
+    check_adapter_shapes(file, shapes_of(tensors), layers, peft.r, config.hidden_size)
+    with open_tensors(folder / weights) as handle:
+        digest = (handle.metadata() or {}).get(ADAPTER_DIGEST)
+    if adapter_digest({name: (folder / name).read_bytes() for name in ADAPTER_FILES}) != digest:
+        raise CheckpointError(
+            f"{folder}: {' and '.join(ADAPTER_FILES)} are not those {weights} was saved with; copy the folder again, "
+            "or save the head with its adapters"
+        )
+    return Adapters(layers, peft.r, peft.lora_alpha, module_names(tensors), tensors)
 
 
 def adapter_digest(contents: Mapping[str, bytes]) -> str:
     """Return the SHA-256 of the adapters' files, given by name."""
     return hashlib.sha256(b"".join(contents[name] for name in ADAPTER_FILES)).hexdigest()
-
-
-def check_digest(folder: Path, file: str) -> dict[str, str]:
-    """Return the metadata of the weight file `file`. Raises CheckpointError if the adapters are of another save."""
-    with open_tensors(folder / file) as handle:
-        metadata = handle.metadata() or {}
-    if adapter_digest({name: (folder / name).read_bytes() for name in ADAPTER_FILES}) != metadata.get(ADAPTER_DIGEST):
-        raise CheckpointError(
-            f"{folder}: {' and '.join(ADAPTER_FILES)} are not those {file} was saved with; copy the folder again, "
-            "or save the head with its adapters"
-        )
-    return metadata
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
@@ -265,12 +246,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         raise CheckpointError(f"{file}: {one_line(error, AdapterConfig)}; save the head again") from None
 
 
-def read_adapters(file: Path, layers: Collection[int], rank: int, hidden_size: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of an adapter file, each checked; raises CheckpointError."""
-    return read_tensors(file, lambda shapes: check_adapter_shapes(file, shapes, layers, rank, hidden_size))
-
-
-def check_adapter_shapes(file: Path, shapes: Shapes, layers: Collection[int], rank: int, hidden_size: int) -> None:
+def check_adapter_shapes(file: Path, shapes: Shapes, layers: Sequence[int], rank: int, hidden_size: int) -> None:
     """Raise CheckpointError unless all `layers` have A [rank, in] and B [out, rank] of the same modules."""
     matches = {name: match for name in shapes if (match := _ADAPTER.fullmatch(name))}
     modules = {match["module"] for match in matches.values()} or {"self_attn.q_proj"}

@@ -15,17 +15,13 @@ import torch
 from torch import Tensor
 
 from vllm_mtpc.checkpoint.load import (
-    AdapterInfo,
     Shapes,
     check_adapter_shapes,
-    check_digest,
     check_shapes,
     module_names,
-    read_adapter_config,
     read_adapters,
     read_config,
     read_tensors,
-    require_adapter_files,
     require_method,
     shapes_of,
 )
@@ -34,7 +30,7 @@ from vllm_mtpc.checkpoint.save import to_save, write_folder
 from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.files import open_tensors
-from vllm_mtpc.heads.adapters import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, MODULES, Adapters
+from vllm_mtpc.heads.adapters import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, Adapters
 from vllm_mtpc.heads.ptp.embedding import AuxEmbedding, build_embedding
 from vllm_mtpc.heads.ptp.late import LateNetwork, build_late
 from vllm_mtpc.heads.ptp.student import Student
@@ -89,7 +85,10 @@ def load_ptp(folder: Path | str, dtype: torch.dtype = torch.float32, device: tor
     """Load a PTP head with tensors of `dtype` on `device`. Raises CheckpointError or HeadConfigError."""
     folder = Path(folder)
     config = require_method("ptp", folder, read_config(folder))
-    _, u_embed, lora = _read(folder, config, dtype, device)
+    adapters, stored = _read(folder, config)
+    lora, u_embed = (
+        {name: tensor.to(device, dtype) for name, tensor in tensors.items()} for tensors in (adapters.tensors, stored)
+    )
     with torch.device("meta"):
         embedding, late = _build(config)
     embedding.load_state_dict({name: u_embed[name] for name in embedding.state_dict()}, assign=True)
@@ -112,56 +111,31 @@ def load_student(folder: Path | str, target: Any) -> Student:
     return student.eval().requires_grad_(False)
 
 
-def check_ptp(folder: Path | str, config: PtpConfig) -> AdapterInfo:
+def check_ptp(folder: Path | str, config: PtpConfig) -> Adapters:
     """`vllm_mtpc.checkpoint.check_tensors` of a PTP head."""
-    modules, _, lora = _read(Path(folder), config)
-    parameters = sum(tensor.numel() for tensor in lora.values())
-    return AdapterInfo(list(range(config.num_layers)), config.lora_rank, config.lora_alpha, modules, parameters)
+    return _read(Path(folder), config)[0]
 
 
-def _read(
-    folder: Path, config: PtpConfig, dtype: torch.dtype | None = None, device: torch.device | str | None = None
-) -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
-    """Return the adapted modules, the tensors of `u_embed.safetensors` and the adapters; None: as on disk."""
+def _read(folder: Path, config: PtpConfig) -> tuple[Adapters, dict[str, Tensor]]:
+    """Return the adapters and the tensors of `u_embed.safetensors`, as they are on disk."""
     file = require_weights(folder, U_EMBED_FILE)
-    require_adapter_files(folder, 'speculators_model_type "ptp"')
-    modules = _check_adapter_config(folder, config)
-    metadata = check_digest(folder, U_EMBED_FILE)
+    adapters = read_adapters(folder, U_EMBED_FILE, config)
+    if (adapters.rank, adapters.alpha) != (config.lora_rank, config.lora_alpha):
+        raise CheckpointError(
+            f"{folder / ADAPTER_CONFIG_FILE}: r = {adapters.rank}, lora_alpha = {adapters.alpha:g}, but config.json "
+            f"has lora_rank={config.lora_rank}, lora_alpha={config.lora_alpha:g}; save the head again"
+        )
+    with open_tensors(file) as handle:
+        metadata = handle.metadata()
     for key, value in _identity(config).items():
         if metadata.get(key) != value:
             raise CheckpointError(
                 f"{file}: was trained with {key} {metadata.get(key)!r}, but config.json has {value!r}; correct "
                 "config.json or copy the head again"
             )
-    embedding = read_tensors(file, lambda shapes: _check_embedding(file, shapes, config))
-    adapters = folder / ADAPTER_WEIGHTS_FILE, range(config.num_layers), config.lora_rank, config.hidden_size
-    u_embed, lora = (
-        {name: tensor.to(device=device, dtype=dtype) for name, tensor in tensors}
-        for tensors in (embedding, read_adapters(*adapters))
-    )
-    return modules, u_embed, lora
-
-
-def _check_adapter_config(folder: Path, config: PtpConfig) -> list[str]:
-    """Return the adapted modules. Raises CheckpointError where PEFT's files disagree with config.json."""
-    file, peft = folder / ADAPTER_CONFIG_FILE, read_adapter_config(folder)
-    if peft.layers_to_transform is not None:
-        raise CheckpointError(
-            f"{file}: layers_to_transform = {peft.layers_to_transform}; allowed: null, adapters on every layer"
-        )
-    if (peft.r, peft.lora_alpha) != (config.lora_rank, config.lora_alpha):
-        raise CheckpointError(
-            f"{file}: r = {peft.r}, lora_alpha = {peft.lora_alpha:g}, but config.json has "
-            f"lora_rank={config.lora_rank}, lora_alpha={config.lora_alpha:g}; save the head again"
-        )
-    with open_tensors(folder / ADAPTER_WEIGHTS_FILE) as handle:
-        found = module_names(handle.keys())
-    if found and found != sorted(peft.target_modules):
-        raise CheckpointError(
-            f"{file}: target_modules is {', '.join(sorted(peft.target_modules))}, but {ADAPTER_WEIGHTS_FILE} has "
-            f"adapters of {', '.join(found)}; allowed: {', '.join(MODULES)}; save the head again"
-        )
-    return found
+    u_embed = read_tensors(file)
+    _check_embedding(file, shapes_of(u_embed), config)
+    return adapters, u_embed
 
 
 def _check_embedding(file: Path, shapes: Shapes, config: PtpConfig) -> None:
