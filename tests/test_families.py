@@ -14,7 +14,7 @@ from vllm_mtpc.checkpoint import read_config
 from vllm_mtpc.config.base import AnyHeadConfig
 from vllm_mtpc.families import FAMILIES, Family
 
-PARTS = ("config", "check", "load", "facts", "evaluator", "trainer", "serving")
+PARTS = ("config", "check", "load", "evaluator", "trainer", "serving")
 
 
 @pytest.mark.parametrize("method", METHODS)

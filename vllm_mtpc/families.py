@@ -17,7 +17,6 @@ class Family:
     config: pydantic model of `config.json`, a subclass of `vllm_mtpc.config.base.AnyHeadConfig`
     check: (folder, config) -> Adapters | None; raises CheckpointError for tensors that do not fit the config
     load: (folder, dtype, device) -> the head
-    facts: (folder, config) -> facts of `vllm-mtpc inspect` about such heads, and the names of their weight files
     evaluator: the Evaluator of `vllm-mtpc eval` and `doctor`
     trainer: the Trainer of `vllm-mtpc train`
     serving: the class of vLLM's speculative config, which names its speculator
@@ -37,7 +36,6 @@ FAMILIES = {
         config="vllm_mtpc.config.mtpc_config:HeadConfig",
         check="vllm_mtpc.checkpoint.load:check_head",
         load="vllm_mtpc.checkpoint.load:load_head",
-        facts="vllm_mtpc.checkpoint.inspect:mtpc_facts",
         evaluator="vllm_mtpc.eval.circuit_evaluator:MtpcEvaluator",
         trainer="vllm_mtpc.train.circuit_trainer:CircuitTrainer",
         serving="vllm_mtpc.proposers.config.circuit_options:MtpcSpeculativeConfig",
@@ -46,7 +44,6 @@ FAMILIES = {
         config="vllm_mtpc.config.ptp_config:PtpConfig",
         check="vllm_mtpc.checkpoint.ptp_head:check_ptp",
         load="vllm_mtpc.checkpoint.ptp_head:load_ptp",
-        facts="vllm_mtpc.checkpoint.inspect:ptp_facts",
         evaluator="vllm_mtpc.eval.ptp_evaluator:PtpEvaluator",
         trainer="vllm_mtpc.train.ptp.ptp_trainer:PtpTrainer",
         serving="vllm_mtpc.proposers.config.ptp_options:PtpSpeculativeConfig",

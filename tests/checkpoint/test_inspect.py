@@ -31,7 +31,7 @@ def test_report_has_the_content_of_the_files(folder, show):
         "window": 4,
         "num_components": 2,
         "drafts_per_step": 3,
-        "proposal": "probabilistic",
+        "draft_sample_method": "probabilistic",
         "head": "linear",
         "vocab_size": 7,
         "hidden_size": 4,
@@ -53,11 +53,17 @@ def test_report_has_the_content_of_the_files(folder, show):
 
 def test_table_has_every_number(folder, show):
     text = show(folder)
-    parameters = str(inspect_head(folder)["parameters"])
-    for words in ["btree", "probabilistic", "linear", parameters, "F16", "train me"]:
-        assert words in text
-    for words in ["../target", "LlamaForCausalLM", "not found", "top-k off", "top-p off", "temperature 1.0"]:
-        assert words in text
+    shown = [
+        "btree",
+        "probabilistic",
+        "linear",
+        str(inspect_head(folder)["parameters"]),
+        "F16",
+        "train me",
+        "../target",
+    ]
+    shown += ["LlamaForCausalLM", "not found", "top-k off", "top-p off", "temperature 1.0"]
+    assert [words for words in shown if words not in text] == []
     assert text.splitlines()[-1].startswith("weights: ok (4 tensors")
 
 
@@ -107,13 +113,10 @@ def test_tokens_per_step_come_first(folder, show):
     assert inspect_head(folder)["tokens_per_step"] == {"t1": pytest.approx(2.7), "t0": 2.875}
 
 
-def test_head_without_measurement_shows_the_command(folder, show):
-    assert "not measured; type: vllm-mtpc eval" in show(folder).splitlines()[2]
-
-
 @pytest.mark.parametrize(
     "content, words",
     [
+        (None, "not measured; type: vllm-mtpc eval"),
         (None, "no provenance.json"),
         (b"{", "unreadable"),
         (b"[1]", "unreadable"),
@@ -153,3 +156,24 @@ def test_memory_of_no_request_is_refused(folder, capsys):
     assert main(["inspect", str(folder), "--max-num-seqs", "0"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "--max-num-seqs" in line
+
+
+def test_other_heads_are_shown(tmp_path, save_kind, show):
+    save_kind(tmp_path / "shared", "mtpc", circuit="cp", head="shared", expander_rank=5)
+    assert inspect_head(tmp_path / "shared")["expander_rank"] == 5 and "expander rank" in show(tmp_path / "shared")
+    save_kind(tmp_path / "ptp", "ptp", u_embedding="arithmetic-mlp", u_hidden=3, accepted=[0.5, 0.25, 0.25, 0.0])
+    report = inspect_head(tmp_path / "ptp")
+    lora = 3 * 2 * sum([8 + 8, 8 + 4, 8 + 4, 8 + 8, 8 + 12, 8 + 12, 12 + 8])  # rank 2 on three layers
+    expected = {"method": "ptp", "variant": "o-ptp", "window": 4, "drafts_per_step": 3, "u_embedding": "arithmetic-mlp"}
+    expected |= {"u_features": 32, "u_hidden": 3, "accepted": [0.5, 0.25, 0.25, 0.0]}
+    expected |= {"parameters": lora + 32 * 3 + 3 + 3 * 8 + 8}
+    assert {key: report[key] for key in expected} == expected
+    assert (report["adapters"]["layers"], report["adapters"]["parameters"]) == ([0, 1, 2], lora)
+    assert {"inner.weight", "outer.bias"} <= report["weights"]["tensors"].keys() and len(
+        report["weights"]["tensors"]
+    ) == 46
+    save_kind(tmp_path / "late", "late", late_width=5)
+    text = " ".join((show(tmp_path / "ptp") + show(tmp_path / "late")).replace("│", " ").split())
+    for words in ("window 4", "u features 32 u hidden 3", "layers 0, 1, 2, rank 2, alpha 6", "0.5, 0.25, 0.25, 0"):
+        assert words in text, words
+    assert "weights: ok (46 tensors" in text and "late width 5 distribution trust 0.85" in text

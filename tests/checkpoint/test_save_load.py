@@ -19,7 +19,6 @@ from vllm_mtpc.checkpoint import load_head, load_ptp, read_config, save_head, sa
 from vllm_mtpc.checkpoint.inspect import inspect_head
 from vllm_mtpc.checkpoint.load import ADAPTER_FILES
 from vllm_mtpc.circuits import CIRCUITS
-from vllm_mtpc.cli import main
 from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.errors import CheckpointError, MtpcError
 from vllm_mtpc.heads.adapters import MODULES, DraftLayers
@@ -89,7 +88,7 @@ def draft_layers(seed: int = 0) -> DraftLayers:
     return split
 
 
-def test_draft_layers_are_saved_and_loaded_with_their_head(tmp_path, new_head, capsys):
+def test_draft_layers_are_saved_and_loaded_with_their_head(tmp_path, new_head):
     split = draft_layers()
     config, head = new_head(target=LLAMA, lora_layers=2)
     save_head(tmp_path / "head", config, head, {}, "card", draft_layers=split)
@@ -101,9 +100,6 @@ def test_draft_layers_are_saved_and_loaded_with_their_head(tmp_path, new_head, c
     modules = sorted(MODULES)
     shown = {"layers": [1, 2], "rank": 2, "alpha": 4, "modules": modules, "parameters": 2 * PARAMETERS}
     assert inspect_head(tmp_path / "head")["adapters"] == shown
-    assert main(["inspect", str(tmp_path / "head")]) == 0
-    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert f"layers 1, 2, rank 2, alpha 4, modules {', '.join(modules)}, parameters {2 * PARAMETERS}" in text
     # a head without draft layers removes the old adapters
     save_head(tmp_path / "head", *new_head(), {}, "card")
     assert not {ADAPTER, ADAPTER_WEIGHTS} & contents(tmp_path / "head").keys()

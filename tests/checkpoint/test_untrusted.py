@@ -21,7 +21,6 @@ import vllm_mtpc
 from vllm_mtpc.checkpoint import check_tensors, load_head, read_config
 from vllm_mtpc.checkpoint.convert.mtpc_checkpoint import sort_tensors
 from vllm_mtpc.checkpoint.inspect import measured_acceptance
-from vllm_mtpc.checkpoint.load import read_adapter_config
 from vllm_mtpc.checkpoint.token_heads import write_token_heads
 from vllm_mtpc.cli import main
 from vllm_mtpc.errors import CheckpointError, MtpcError, ServeConfigError, printable
@@ -120,8 +119,6 @@ def test_special_file_is_refused(folder: Path, kind: str, capsys) -> None:
     refusal(lambda: read_config(folder))
     refusal(lambda: read_json(folder / "config.json"))
     inspect_refusal(folder, capsys)
-    no_file(folder / "adapter_config.json", kind)
-    refusal(lambda: read_adapter_config(folder))
     refusal(lambda: read_yaml(folder / "config.json"))
 
 

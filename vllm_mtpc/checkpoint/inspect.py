@@ -5,18 +5,11 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_mtpc.checkpoint.locate import PROVENANCE_FILE, U_EMBED_FILE, WEIGHTS_FILE, resolve_head, verifier_path
 from vllm_mtpc.errors import CheckpointError
-from vllm_mtpc.families import FAMILIES
 from vllm_mtpc.files import open_tensors, read_json
-from vllm_mtpc.heads import HEADS
-
-if TYPE_CHECKING:
-    from vllm_mtpc.config.mtpc_config import HeadConfig
-    from vllm_mtpc.config.ptp_config import PtpConfig
-    from vllm_mtpc.heads.adapters import Adapters
 
 Report = dict[str, Any]
 # Parts of the report that have their own rows.
@@ -25,7 +18,7 @@ FOUND = {True: "found", False: "not found", None: "a hub name"}
 
 
 def inspect_head(path: str | Path) -> Report:
-    """Return the report on a head as JSON-compatible data.
+    """Return the report on a head as JSON-compatible data; the fields of its family have the config's names.
 
     Args:
         path: As `resolve_head` takes it.
@@ -35,13 +28,20 @@ def inspect_head(path: str | Path) -> Report:
         HeadConfigError: The config is not valid.
     """
     folder = resolve_head(str(path))
-    from vllm_mtpc.checkpoint.load import read_config  # imports torch: not for a wrong path
+    from vllm_mtpc.checkpoint.load import (
+        ADAPTER_WEIGHTS_FILE,
+        check_tensors,
+        read_config,
+    )  # torch: not for a wrong path
+    from vllm_mtpc.config.base import AnyHeadConfig
 
     config = read_config(folder)
-    own, files = FAMILIES[config.speculators_model_type].facts(folder, config)
+    adapters = check_tensors(folder, config)
+    own = type(config).model_fields.keys() - AnyHeadConfig.model_fields.keys()
+    files = [name for name in (WEIGHTS_FILE, U_EMBED_FILE, ADAPTER_WEIGHTS_FILE) if (folder / name).exists()]
+    tensors = {name: tensor for file in files for name, tensor in _tensors(folder / file).items()}
     verifier = config.speculators_config.verifier
     target = verifier_path(folder, verifier.name_or_path)
-    tensors = {name: tensor for file in files for name, tensor in _tensors(folder / file).items()}
     accepted = measured_acceptance(folder)
     return {
         "path": str(folder),
@@ -50,7 +50,12 @@ def inspect_head(path: str | Path) -> Report:
         "method": config.speculators_model_type,
         "window": config.window,
         "drafts_per_step": config.num_speculative_tokens,
-        **own,
+        **config.model_dump(include=own, exclude_none=True),
+        "adapters": adapters
+        and {
+            **{name: getattr(adapters, name) for name in ("layers", "rank", "alpha", "modules")},
+            "parameters": sum(tensor.numel() for tensor in adapters.tensors.values()),
+        },
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "parameters": sum(math.prod(tensor["shape"]) for tensor in tensors.values()),
@@ -71,38 +76,6 @@ def inspect_head(path: str | Path) -> Report:
         "format_version": config.format_version,
         "provenance": _provenance(folder / PROVENANCE_FILE),
     }
-
-
-def mtpc_facts(folder: Path, config: HeadConfig) -> tuple[Report, list[str]]:
-    """Return the part of the report that only MtPC heads have, and their weight files; checks every tensor."""
-    from vllm_mtpc.checkpoint.load import check_head
-
-    adapters = check_head(folder, config)
-    return {
-        "circuit": config.circuit,
-        "num_components": config.num_components,
-        "proposal": config.draft_sample_method,
-        "head": config.head,
-        "expander": config.model_dump(include={one.name for one in HEADS[config.head].options}, exclude_none=True),
-        "adapters": adapters and _adapter_facts(adapters),
-    }, [WEIGHTS_FILE]
-
-
-def ptp_facts(folder: Path, config: PtpConfig) -> tuple[Report, list[str]]:
-    """Return the part of the report that only PTP heads have, and their weight files; checks every tensor."""
-    from vllm_mtpc.checkpoint.ptp_head import check_ptp
-    from vllm_mtpc.heads.adapters import ADAPTER_WEIGHTS_FILE
-
-    own = ("variant", "u_embedding", "late_width", "distribution_trust", "accepted")
-    options = config.model_dump(include={"u_features", "u_hidden"}, exclude_none=True)
-    adapters = _adapter_facts(check_ptp(folder, config))
-    found = {name: getattr(config, name) for name in own} | {"u_options": options, "adapters": adapters}
-    return found, [U_EMBED_FILE, ADAPTER_WEIGHTS_FILE]
-
-
-def _adapter_facts(adapters: Adapters) -> Report:
-    facts = adapters._asdict()
-    return facts | {"parameters": sum(tensor.numel() for tensor in facts.pop("tensors").values())}
 
 
 def _tensors(file: Path) -> dict[str, Report]:
@@ -132,11 +105,12 @@ def measured_acceptance(folder: Path) -> dict[str, list[float]]:
         found = {key: metrics[key]["per_position"] for key in ("t1", "t0") if key in metrics}
     except (CheckpointError, KeyError, TypeError):
         return {}
-    return {key: values for key, values in found.items() if values and isinstance(values, list) and _are_shares(values)}
+    return {key: values for key, values in found.items() if _are_shares(values)}
 
 
-def _are_shares(values: list[Any]) -> bool:
-    return all(isinstance(value, (int, float)) and math.isfinite(value) and 0 <= value <= 1 for value in values)
+def _are_shares(values: Any) -> bool:
+    are_numbers = isinstance(values, list) and values and all(isinstance(value, (int, float)) for value in values)
+    return bool(are_numbers) and all(0 <= value <= 1 for value in values)
 
 
 def rows_of(report: Report) -> list[tuple[str, str]]:
@@ -148,7 +122,12 @@ def rows_of(report: Report) -> list[tuple[str, str]]:
     shown["target is"] = f"{target['resolved']} ({FOUND[target['found']]})"
     shown["trained for"] = f"temperature {sampling['temperature']}, top-k {sampling['top_k'] or 'off'}, top-p "
     shown["trained for"] += "off" if sampling["top_p"] == 1 else str(sampling["top_p"])
-    shown |= _provenance_entries(report["provenance"])
+    record = report["provenance"] or {"unreadable": f"no {PROVENANCE_FILE}"}
+    parts = {key: part if isinstance(part := record.get(key), dict) else {} for key in ("run", "data", "converted")}
+    found = {"steps": parts["run"].get("steps"), "minutes": parts["run"].get("minutes")}
+    found |= {"data": parts["data"].get("names"), "converted from": parts["converted"].get("from")}
+    found |= {"provenance": record.get("unreadable"), "command": record.get("command"), "commit": record.get("commit")}
+    shown |= {key: value for key, value in found.items() if value is not None}
     return [*_measured_rows(report), *((key.replace("_", " "), _format(value)) for key, value in shown.items())]
 
 
@@ -157,9 +136,9 @@ def _format(value: Any) -> str:
         return ", ".join(f"{key.replace('_', ' ')} {_format(part)}" for key, part in value.items()) or "none"
     if isinstance(value, list):
         return ", ".join(map(_format, value))
-    if isinstance(value, bool) or value is None:
-        return {True: "yes", False: "no", None: "none"}[value]
-    return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)
+    if value is None:
+        return "none"
+    return f"{value:,}" if type(value) is int else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _measured_rows(report: Report) -> list[tuple[str, str]]:
@@ -171,16 +150,3 @@ def _measured_rows(report: Report) -> list[tuple[str, str]]:
     for key, values in report["accepted_up_to"].items():
         rows.append((f"accepted, {names[key]}", ", ".join(f"up to {k}: {p:.0%}" for k, p in enumerate(values, 1))))
     return rows
-
-
-def _provenance_entries(record: Report | None) -> dict[str, Any]:
-    """Return the main entries of provenance.json, without values that are not as the trainer writes them."""
-    if record is None:
-        return {"provenance": f"no {PROVENANCE_FILE}"}
-    run, data, converted = (
-        part if isinstance(part := record.get(name), dict) else {} for name in ("run", "data", "converted")
-    )
-    found = {"steps": run.get("steps"), "minutes": run.get("minutes"), "data": data.get("names")}
-    found |= {"converted from": converted.get("from"), "provenance": record.get("unreadable")}
-    found |= {key: record.get(key) for key in ("command", "commit")}
-    return {key: value for key, value in found.items() if value is not None}

@@ -210,13 +210,17 @@ def read_adapters(folder: Path, weights: str, config: AnyHeadConfig, count: int 
     for name in ADAPTER_FILES:
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder} has no {name}, which this head needs; copy the whole folder again")
-    peft, file = read_adapter_config(folder), folder / ADAPTER_WEIGHTS_FILE
+    settings, file = folder / ADAPTER_CONFIG_FILE, folder / ADAPTER_WEIGHTS_FILE
+    try:
+        peft = AdapterConfig.model_validate(read_json(settings))
+    except ValidationError as error:
+        raise CheckpointError(f"{settings}: {one_line(error, AdapterConfig)}; save the head again") from None
     given, total = peft.layers_to_transform, config.transformer_layer_config.get("num_hidden_layers")
     end = total or (given[-1] + 1 if given else 0)
     layers = list(range(0 if count is None else end - count, end))
     if given != (None if count is None else layers):
         raise CheckpointError(
-            f"{folder / ADAPTER_CONFIG_FILE}: layers_to_transform = {given}; allowed: "
+            f"{settings}: layers_to_transform = {given}; allowed: "
             f"{'null, every layer' if count is None else f'{layers}, the last {count} layers of the target'}; save the "
             "head again"
         )
@@ -235,15 +239,6 @@ def read_adapters(folder: Path, weights: str, config: AnyHeadConfig, count: int 
 def adapter_digest(contents: Mapping[str, bytes]) -> str:
     """Return the SHA-256 of the adapters' files, given by name."""
     return hashlib.sha256(b"".join(contents[name] for name in ADAPTER_FILES)).hexdigest()
-
-
-def read_adapter_config(folder: Path) -> AdapterConfig:
-    """Read PEFT's `adapter_config.json`. Raises CheckpointError for anything but plain LoRA."""
-    file = folder / ADAPTER_CONFIG_FILE
-    try:
-        return AdapterConfig.model_validate(read_json(file))
-    except ValidationError as error:
-        raise CheckpointError(f"{file}: {one_line(error, AdapterConfig)}; save the head again") from None
 
 
 def check_adapter_shapes(file: Path, shapes: Shapes, layers: Sequence[int], rank: int, hidden_size: int) -> None:

@@ -58,7 +58,7 @@ def require_weights(folder: Path, name: str) -> Path:
 
 def find_head(path: str | Path) -> Path | None:
     """Return the head at `path`, or the first of its `bundled_heads`; None without either."""
-    folder = _local(path)
+    folder = Path(os.path.expanduser(path))
     return next((place for place in (folder, *bundled_heads(folder)) if is_head(place)), None)
 
 
@@ -88,18 +88,14 @@ def resolve_head(model: str, revision: str | None = None, max_bytes: int | None 
     Raises:
         CheckpointError: `model` does not exist, is a file, or cannot be downloaded.
     """
-    path = _local(model)
-    if os.path.isdir(path):  # os.path: False, not an error, for names that no file system takes
-        return find_head(path) or path
-    if os.path.isfile(path):
-        hint = "pickled weights are never loaded; " if path.suffix in PICKLE_SUFFIXES else ""
-        raise CheckpointError(
-            f"{model} is a file; {hint}a head is a folder with {CONFIG_FILE} and {WEIGHTS_FILE}; "
-            "name the folder written by vllm_mtpc.checkpoint.save_head"
-        )
-    if not HUB_NAME.fullmatch(model):
-        raise CheckpointError(f"no head at {model}: the folder does not exist; correct the path of the head")
-    path = download(model, "head", revision, max_bytes)
+    path = Path(os.path.expanduser(model))
+    if not os.path.isdir(path):  # os.path: False, not an error, for names that no file system takes
+        if os.path.isfile(path) or not HUB_NAME.fullmatch(model):
+            raise CheckpointError(
+                f"no head at {model}: a head is a folder with {CONFIG_FILE} and safetensors, and pickled weights are "
+                "never loaded; correct the path of the head"
+            )
+        path = download(model, "head", revision, max_bytes)
     return find_head(path) or path
 
 
@@ -183,11 +179,5 @@ def resolve_verifier(folder: Path, name: str) -> str:
 
 def _repository(folder: Path) -> str | None:
     """Return the repository in the hub's cache (models--OWNER--NAME/snapshots/COMMIT) that contains a folder."""
-    place = Path(os.path.realpath(folder))
-    parts = (part for part in (place, *place.parents) if part.parent.name == "snapshots")
-    return next((str(part) for part in parts if part.parent.parent.name.startswith("models--")), None)
-
-
-def _local(path: str | Path) -> Path:
-    """Return `path` with its ~ expanded."""
-    return Path(os.path.expanduser(path))
+    found = re.match(r".*/models--[^/]+/snapshots/[^/]+", os.path.realpath(folder))
+    return found[0] if found else None

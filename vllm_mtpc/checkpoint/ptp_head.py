@@ -36,6 +36,7 @@ from vllm_mtpc.heads.ptp.late import LateNetwork, build_late
 from vllm_mtpc.heads.ptp.student import Student
 
 LATE = "late."  # prefix of the late network's tensors
+IDENTITY = {"variant", "u_embedding"}  # settings by which heads of the same shapes differ
 
 
 class PtpHead(NamedTuple):
@@ -78,7 +79,9 @@ def save_ptp(
     check_adapter_shapes(file, shapes_of(lora), range(config.num_layers), config.lora_rank, config.hidden_size)
     _check_embedding(folder / U_EMBED_FILE, shapes_of(u_embed), config)
     adapters = Adapters(None, config.lora_rank, config.lora_alpha, module_names(lora), lora)
-    write_folder(folder, U_EMBED_FILE, u_embed, adapters, config, provenance, card, **_identity(config))
+    write_folder(
+        folder, U_EMBED_FILE, u_embed, adapters, config, provenance, card, **config.model_dump(include=IDENTITY)
+    )
 
 
 def load_ptp(folder: Path | str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> PtpHead:
@@ -127,7 +130,7 @@ def _read(folder: Path, config: PtpConfig) -> tuple[Adapters, dict[str, Tensor]]
         )
     with open_tensors(file) as handle:
         metadata = handle.metadata()
-    for key, value in _identity(config).items():
+    for key, value in config.model_dump(include=IDENTITY).items():
         if metadata.get(key) != value:
             raise CheckpointError(
                 f"{file}: was trained with {key} {metadata.get(key)!r}, but config.json has {value!r}; correct "
@@ -142,11 +145,6 @@ def _check_embedding(file: Path, shapes: Shapes, config: PtpConfig) -> None:
     with torch.device("meta"):
         expected = shapes_of(_u_tensors(*_build(config)))
     check_shapes(file, shapes, expected, "u_embedding, u_features, u_hidden, late_width, hidden_size")
-
-
-def _identity(config: PtpConfig) -> dict[str, str]:
-    """Return the settings by which heads of the same shapes differ."""
-    return {"variant": config.variant, "u_embedding": config.u_embedding}
 
 
 def _build(config: PtpConfig) -> tuple[AuxEmbedding, LateNetwork | None]:
