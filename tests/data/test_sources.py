@@ -9,6 +9,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from benchmarks.demo.byte_target import build_tokenizer
 from vllm_mtpc import demo
@@ -25,7 +26,7 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def tokenizer():  # type: ignore[no-untyped-def]
+def tokenizer() -> PreTrainedTokenizerFast:
     tok = build_tokenizer()
     tok.chat_template = TEMPLATE
     return tok
@@ -50,7 +51,7 @@ def bin_file(path: Path, tokens: list[int], header: bool = True) -> str:
     return str(path)
 
 
-def test_text_files_become_one_document_each(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_text_files_become_one_document_each(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     (tmp_path / "one.rst").write_text("héllo\n")
     (tmp_path / "two").write_text("b")
     documents = load_documents([str(tmp_path / "two"), str(tmp_path / "one.rst")], tokenizer)
@@ -60,20 +61,17 @@ def test_text_files_become_one_document_each(tmp_path: Path, tokenizer) -> None:
     assert documents.offsets.tolist() == [0, 2, 10]
 
 
-def test_existing_end_of_text_is_not_repeated(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_end_of_text_is_added_once(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = tmp_path / "a.txt"
     path.write_text("ab<|endoftext|>")
     assert load_documents([str(path)], tokenizer).tokens.tolist() == [97, 98, EOS]
+    without = build_tokenizer()
+    without.eos_token = None
+    path.write_text("ab")
+    assert load_documents([str(path)], without).tokens.tolist() == [97, 98]
 
 
-def test_tokenizer_without_end_of_text_adds_none(tmp_path: Path) -> None:
-    tok = build_tokenizer()
-    tok.eos_token = None
-    (tmp_path / "a.txt").write_text("ab")
-    assert load_documents([str(tmp_path / "a.txt")], tok).tokens.tolist() == [97, 98]
-
-
-def test_folder_is_read_in_sorted_order(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_folder_is_read_in_sorted_order(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     (tmp_path / "sub").mkdir()
     for name in ("z.txt", "sub/b.md", "a.py", "sub/skipped.png", "skipped.cfg"):
         (tmp_path / name).write_text(name)
@@ -82,15 +80,13 @@ def test_folder_is_read_in_sorted_order(tmp_path: Path, tokenizer) -> None:  # t
     assert texts(load_documents([str(tmp_path)], tokenizer)) == ["a.py", "one", "two", "sub/b.md", "z.txt"]
 
 
-def test_glob_reads_matching_files(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_glob_reads_matching_files(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     for name in ("b.txt", "a.txt", "c.md"):
         (tmp_path / name).write_text(name)
     assert texts(load_documents([str(tmp_path / "*.txt")], tokenizer)) == ["a.txt", "b.txt"]
-    with pytest.raises(UsageError, match=r"\*\.cfg: no file matches"):
-        load_documents([str(tmp_path / "*.cfg")], tokenizer)
 
 
-def test_jsonl_reads_mixed_forms(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_jsonl_reads_mixed_forms(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "xy"}]
     ids = {"id": 7, "prompt_ids": [1, 2], "response_ids": [3, 4, 5], "finish_reason": "stop"}
     path = lines(tmp_path / "d.jsonl", {"text": "t"}, {"messages": chat}, ids, {**ids, "text": "not this"})
@@ -113,7 +109,7 @@ def test_token_ids_need_no_tokenizer(tmp_path: Path) -> None:
             load_documents([lines(tmp_path / "t.jsonl", record)], None)
 
 
-def test_records_keep_order_over_batches(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_records_keep_order_over_batches(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     records = [
         {"text": str(i)} if i % 3 else {"prompt_ids": [], "response_ids": [*str(i).encode(), EOS]} for i in range(200)
     ]
@@ -123,7 +119,7 @@ def test_records_keep_order_over_batches(tmp_path: Path, tokenizer) -> None:  # 
 # --- a part of the data
 
 
-def test_most_bytes_spreads_records_over_all_files(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_most_bytes_spreads_records_over_all_files(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """A tenth of 400 lines in two files, 300 and 100: 30 and 10 of them, from everywhere, one more at most."""
     names = []
     for name, numbers in (("a", range(1000, 1300)), ("b", range(1300, 1400))):
@@ -135,7 +131,7 @@ def test_most_bytes_spreads_records_over_all_files(tmp_path: Path, tokenizer) ->
     assert len(load_documents(names, tokenizer, most_bytes=size)) == 400
 
 
-def test_long_texts_are_truncated_and_files_skipped_for_few_bytes(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_few_bytes_truncate_texts_and_skip_files(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     for number in range(100):
         (tmp_path / f"{number:02}.txt").write_text("y" * 9)
     assert texts(load_documents([str(tmp_path)], tokenizer, most_bytes=90)) == ["y" * 9] * 10
@@ -143,7 +139,7 @@ def test_long_texts_are_truncated_and_files_skipped_for_few_bytes(tmp_path: Path
     assert texts(load_documents([str(tmp_path / "long")], tokenizer, most_bytes=90)) == ["x" * 90]
 
 
-def test_a_file_whose_keys_change_late_is_refused(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_a_file_whose_keys_change_late_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """The columns of a .jsonl file are those of its first 10 MB."""
     path = tmp_path / "d.jsonl"
     path.write_text('{"text": "%s"}\n' % ("x" * (11 << 20)) + '{"prompt_ids": [1], "response_ids": [2]}\n')
@@ -151,7 +147,7 @@ def test_a_file_whose_keys_change_late_is_refused(tmp_path: Path, tokenizer) -> 
         load_documents([str(path)], tokenizer)
 
 
-def test_parquet_file_is_read(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_parquet_file_is_read(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     datasets.Dataset.from_dict({"text": ["one", "two"]}).to_parquet(tmp_path / "a.parquet")
     assert texts(load_documents([str(tmp_path / "*.parquet")], tokenizer)) == ["one", "two"]
 
@@ -178,19 +174,29 @@ def test_doctor_limits_the_data_it_reads(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(found[0]) == 13  # 400 bytes of lines of 33
 
 
-@pytest.mark.parametrize("name", ["none.jsonl", "none*.txt", "empty.txt", "hollow"])
-def test_missing_data_is_refused_without_reading(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("none.jsonl", "no such file or folder"),
+        ("./none", "no such file or folder"),
+        ("none*.cfg", "no file matches"),
+        ("empty.txt", "the file is empty"),
+        ("hollow", r"no \*\.txt, \*\.md, \*\.py, \*\.jsonl file with content"),
+    ],
+)
+def test_missing_data_is_refused_without_reading(tmp_path: Path, name: str, message: str, monkeypatch) -> None:
     (tmp_path / "empty.txt").touch()
     (tmp_path / "hollow").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=rf"{name.replace('*', '.')}.*(no such file|no file matches|is empty|no \*)"):
-        sources.size_of([str(tmp_path / name)])
+    for given in (name, str(tmp_path / name)):
+        with pytest.raises(UsageError, match=message):
+            sources.size_of([given])
 
 
 # --- the datasets library
 
 
-def test_dataset_folder_is_read_by_split(tmp_path: Path, tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_dataset_folder_is_read_by_split(tmp_path: Path, tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     folder = tmp_path / "set"
     folder.mkdir()
@@ -203,7 +209,7 @@ def test_dataset_folder_is_read_by_split(tmp_path: Path, tokenizer, monkeypatch:
         load_documents([str(folder)], tokenizer, split="test")
 
 
-def test_dataset_name_and_config_are_loaded(tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_dataset_name_and_config_are_loaded(tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """NAME:CONFIG and split reach load_dataset; messages are preferred to text."""
     asked = []
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]
@@ -222,7 +228,7 @@ def test_dataset_name_and_config_are_loaded(tokenizer, monkeypatch: pytest.Monke
         load_documents(["some/chats"], tokenizer)
 
 
-def test_unknown_name_is_refused(tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_unknown_name_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(UsageError, match=r"data no-such-set: neither a file or folder nor a data set"):
         load_documents(["no-such-set"], tokenizer)
 
@@ -238,22 +244,16 @@ def test_unknown_name_is_refused(tokenizer) -> None:  # type: ignore[no-untyped-
         ([1, 2, EOS, 3, EOS], [[1, 2, EOS], [3, EOS]]),
         ([1, 2, EOS, 3], [[1, 2, EOS], [3]]),
         ([1, 2, 3], [[1, 2, 3]]),
+        ([7] * 5000, [[7] * 5000]),  # without a header, its first tokens are not taken for one
     ],
 )
-def test_bin_is_split_at_end_of_text(tmp_path: Path, tokenizer, header, tokens, documents) -> None:  # type: ignore[no-untyped-def]
+def test_bin_is_split_at_end_of_text(tmp_path: Path, tokenizer, header, tokens, documents) -> None:
     loaded = load_documents([bin_file(tmp_path / "d.bin", tokens, header)], tokenizer)
     assert [loaded[i][0].tolist() for i in range(len(loaded))] == documents
     assert loaded.trained.all()
 
 
-def test_long_bin_without_header_is_read(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
-    """Longer than a header: its first tokens are not taken for a magic number."""
-    tokens = np.random.default_rng(0).integers(0, 256, 5000).tolist()
-    loaded = load_documents([bin_file(tmp_path / "d.bin", tokens, False)], tokenizer)
-    assert loaded.tokens.tolist() == tokens
-
-
-def test_bad_bin_is_refused(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_bad_bin_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     def refused(content: bytes, message: str) -> None:
         path = tmp_path / "bad.bin"
         path.write_bytes(content)
@@ -272,7 +272,6 @@ def test_bad_bin_is_refused(tmp_path: Path, tokenizer) -> None:  # type: ignore[
     refused(good[:4] + b"\2" + good[5:], r"\[20240520, 2, 100\]; \[20240520, 1, 100\.0\] are expected")
     refused(np.array([20240801], "<i4").tobytes() + good[4:], r"\[20240801, 1, 100\]; \[20240520, 1, 100\.0\]")
     refused(b"\1\0\2", "3 bytes of tokens; uint16 tokens are expected")
-    refused(b"", "the file is empty")
     refused(Path(bin_file(tmp_path / "empty.bin", [])).read_bytes(), "0 bytes of tokens")
     refused(np.array([5, 9, 300, 400], "<u2").tobytes(), "token id 300 is outside the target's vocabulary of 257")
 
@@ -296,16 +295,12 @@ def test_bad_bin_is_refused(tmp_path: Path, tokenizer) -> None:  # type: ignore[
         (b'{"prompt_ids": [1], "response_ids": [true]}\n', r"d\.jsonl:1: response_ids must be a list of integers"),
         (b'{"prompt_ids": [1], "response_ids": [2, 257]}\n', r"d\.jsonl:1: token id 257 is outside .* of 257"),
         (b'{"prompt_ids": [-1], "response_ids": [2]}\n', r"d\.jsonl:1: token id -1 is outside"),
-        (
-            b'{"prompt_ids": [99999999999999999999], "response_ids": [2]}\n',
-            r"d\.jsonl:1: prompt_ids must be a list of integers",
-        ),
+        (b'{"prompt_ids": [99999999999999999999], "response_ids": [2]}\n', "prompt_ids must be a list of integers"),
         (b'{"prompt_ids": [1], "response_ids": []}\n', "no document with a token to train on"),
         (b"\n\n", "no document with a token to train on"),
-        (b"", r"d\.jsonl: the file is empty"),
     ],
 )
-def test_bad_jsonl_is_refused(tmp_path: Path, tokenizer, content: bytes, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_bad_jsonl_is_refused(tmp_path: Path, tokenizer, content: bytes, message: str) -> None:
     path = tmp_path / "d.jsonl"
     path.write_bytes(content)
     with pytest.raises(UsageError, match=message) as error:
@@ -313,25 +308,16 @@ def test_bad_jsonl_is_refused(tmp_path: Path, tokenizer, content: bytes, message
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_bad_text_file_is_refused(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_bad_text_file_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     for name, content, message in (
         ("latin.txt", "née".encode("latin-1"), "cannot be read .*utf-8.*0xe9"),
         ("zero.txt", b"a\0b", "cannot be read .it holds zero bytes"),
-        ("empty.txt", b"", "the file is empty"),
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UsageError, match=f"{name}: {message}"):
             load_documents([str(tmp_path / name)], tokenizer)
 
 
-def test_missing_file_and_empty_folder_are_refused(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
-    for name in ("gone.jsonl", "./gone", str(tmp_path / "gone")):
-        with pytest.raises(UsageError, match="no such file or folder"):
-            load_documents([name], tokenizer)
-    with pytest.raises(UsageError, match=r"no \*\.txt, \*\.md, \*\.py, \*\.jsonl file with content"):
-        load_documents([str(tmp_path)], tokenizer)
-
-
-def test_vocabulary_may_exceed_the_tokenizer(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_vocabulary_may_exceed_the_tokenizer(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = lines(tmp_path / "d.jsonl", {"prompt_ids": [1], "response_ids": [300]})
     assert load_documents([path], tokenizer, vocab_size=320).tokens.tolist() == [1, 300]

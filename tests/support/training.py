@@ -24,23 +24,11 @@ V = 12
 def flags(place: Path, out: str, **changes: object) -> list[str]:
     """Flags of a small run; those that are None or False are left out."""
     values = {
-        "target": place / "target",
-        "data": place / "text.jsonl",
-        "out": place / out,
-        "circuit": "btree",
-        "window": 4,
-        "components": 2,
-        "max_steps": 4,
-        "windows_per_step": 64,
-        "seq_len": 64,
-        "log_every": 1,
-        "learning_rate": 1e-2,
-        "evaluation_sequences": 4,
-        "evaluation_prompt_tokens": 8,
-        "evaluation_tokens": 12,
-        "device": "cpu",
+        "target": place / "target", "data": place / "text.jsonl", "out": place / out, "circuit": "btree", "window": 4,
+        "components": 2, "max_steps": 4, "windows_per_step": 64, "seq_len": 64, "log_every": 1, "learning_rate": 1e-2,
+        "evaluation_sequences": 4, "evaluation_prompt_tokens": 8, "evaluation_tokens": 12, "device": "cpu",
         "block_rows": 6,
-    }
+    }  # fmt: skip
     if changes.get("head") == "ptp":
         values |= {"circuit": None, "components": None}
     words = []
@@ -75,23 +63,11 @@ def random_documents(count: int = 30, seed: int = 0) -> Documents:
 
 def options_for(target: Target, out: Path, **changes) -> TrainOptions:
     values = {
-        "target": target.name,
-        "data": ["none"],
-        "out": out,
-        "circuit": "btree",
-        "window": 4,
-        "components": 3,
-        "max_steps": 12,
-        "windows_per_step": 64,
-        "seq_len": 40,
-        "log_every": 1,
-        "save_minutes": 60,
-        "learning_rate": 1e-2,
-        "block_rows": 5,
-        "beta": 0.0,
-        "acceptance": 0.0,
-        "train_first": True,
-    }
+        "target": target.name, "data": ["none"], "out": out, "window": 4, "max_steps": 12, "windows_per_step": 64,
+        "seq_len": 40, "log_every": 1, "save_minutes": 60, "learning_rate": 1e-2, "block_rows": 5,
+    }  # fmt: skip
+    if changes.get("head") != "ptp":
+        values |= {"circuit": "btree", "components": 3, "beta": 0.0, "acceptance": 0.0, "train_first": True}
     return parse(values | changes)
 
 

@@ -19,13 +19,7 @@ from vllm_mtpc.data.rows import Rows
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.hf import Target, load_target
 from vllm_mtpc.train import cache, cache_command
-from vllm_mtpc.train.cache import (
-    Computed,
-    HiddenCache,
-    data_fingerprint,
-    target_fingerprint,
-    write_cache,
-)
+from vllm_mtpc.train.cache import Computed, HiddenCache, data_fingerprint, target_fingerprint, write_cache
 from vllm_mtpc.train.options import parse
 from vllm_mtpc.train.run import read_data
 

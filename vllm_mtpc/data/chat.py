@@ -83,5 +83,4 @@ def _end_of_turn(tokens: list[int], begin: int, tokenizer: PreTrainedTokenizerBa
     """Return the end of the turn from `begin` on: after the last special token if only white space follows it."""
     ends = {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)}
     last = next((index for index in reversed(range(begin, len(tokens))) if tokens[index] in ends), None)
-    is_ended = last is not None and not tokenizer.decode(tokens[last + 1 :]).strip()
-    return last + 1 if is_ended else len(tokens)
+    return len(tokens) if last is None or tokenizer.decode(tokens[last + 1 :]).strip() else last + 1

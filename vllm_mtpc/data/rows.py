@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -16,38 +15,22 @@ HELD_OUT = 0.02  # share of the documents
 
 
 class Rows(NamedTuple):
-    """Packed rows.
+    """Packed rows."""
 
-    Attributes:
-        tokens: [N, S] int32, 0 in padding.
-        document: [N, S] int32, number of the document within its row, -1 in padding.
-        trained: [N, S] bool, whether the token is a target of the loss.
-    """
-
-    tokens: Tensor
-    document: Tensor
-    trained: Tensor
+    tokens: Tensor  # [N, S] int32, 0 in padding
+    document: Tensor  # [N, S] int32, number of the document within its row, -1 in padding
+    trained: Tensor  # [N, S] bool, whether the token is a target of the loss
 
 
-@dataclass(frozen=True)
-class PackingReport:
-    """Counts of a packing.
+class PackingReport(NamedTuple):
+    """Counts of a packing."""
 
-    Attributes:
-        documents: Documents in the rows.
-        dropped: Documents in which no window can start.
-        tokens: Tokens in the rows.
-        rows: Number of rows.
-        padding: Share of padding in the rows.
-        warning: Set if no document is long enough for a whole window.
-    """
-
-    documents: int
-    dropped: int
-    tokens: int
+    documents: int  # in the rows
+    dropped: int  # documents in which no window can start
+    tokens: int  # in the rows
     rows: int
-    padding: float
-    warning: str | None
+    padding: float  # share of padding in the rows
+    warning: str | None  # set if no document is long enough for a whole window
 
 
 def pack(documents: Documents, seq_len: int, window: int, seed: int) -> tuple[Rows, PackingReport]:
@@ -120,9 +103,7 @@ def _split_to_rows(documents: Documents, seq_len: int) -> tuple[np.ndarray, np.n
     """Return document, first token and length, [P] int64 each, of pieces of at most seq_len tokens with a window."""
     counts = -(-documents.lengths // seq_len)
     document = np.repeat(np.arange(len(documents)), counts)
-    number = np.arange(len(document)) - np.repeat(
-        np.cumsum(counts) - counts, counts
-    )  # of the piece within its document
+    number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)  # of the piece in its document
     start = documents.offsets[document] + number * seq_len
     length = np.minimum(documents.offsets[document + 1] - start, seq_len)
     usable = length > 1

@@ -36,17 +36,11 @@ Encoded = tuple[Sequence[int] | np.ndarray, Sequence[bool] | np.ndarray]  # toke
 
 @dataclass(frozen=True)
 class Documents:
-    """Tokenised documents in one array.
+    """Tokenised documents in one array."""
 
-    Attributes:
-        tokens: [T] int32. Document i is `tokens[offsets[i] : offsets[i + 1]]`.
-        trained: [T] bool, whether the token is a target of the loss.
-        offsets: [N + 1] int64.
-    """
-
-    tokens: np.ndarray
-    trained: np.ndarray
-    offsets: np.ndarray
+    tokens: np.ndarray  # [T] int32; document i is tokens[offsets[i] : offsets[i + 1]]
+    trained: np.ndarray  # [T] bool, whether the token is a target of the loss
+    offsets: np.ndarray  # [N + 1] int64
 
     @classmethod
     def join(cls, documents: Iterable[Encoded]) -> Documents:

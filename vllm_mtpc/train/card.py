@@ -44,11 +44,7 @@ PTP_ROWS = {
 
 
 def provenance(
-    options: TrainOptions,
-    head: Mapping[str, Any],
-    verifier: str,
-    results: Mapping[str, Any],
-    run: Mapping[str, Any],
+    options: TrainOptions, head: Mapping[str, Any], verifier: str, results: Mapping[str, Any], run: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the content of provenance.json without the package versions, which saving a head adds.
 

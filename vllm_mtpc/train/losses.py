@@ -107,14 +107,7 @@ def chunk_size(options: TrainOptions, head: Head) -> int:
     return max(1, CHUNK_BYTES // (logits + (head.window_bytes if isinstance(head, BackboneHead) else 0)))
 
 
-def step_loss(
-    head: Head,
-    read: Reader,
-    tokens: Tensor,
-    counts: Tensor,
-    log_p: Reader,
-    options: TrainOptions,
-) -> Tensor:
+def step_loss(head: Head, read: Reader, tokens: Tensor, counts: Tensor, log_p: Reader, options: TrainOptions) -> Tensor:
     """Return L of the windows of a step, computed in chunks; several chunks are recomputed in the backward pass.
 
     Args:

@@ -78,10 +78,8 @@ def train(options: TrainOptions, command: str | None = None, again: str = AGAIN)
     weights = trainer.weights()
     accelerator.end_training()  # the other processes do not wait for the evaluation
     if accelerator.is_main_process:
-        now = {
-            "tokens_per_second": trainer.tokens_per_second,
-            "peak_memory_bytes": peak_memory_bytes(accelerator.device),
-        }
+        peak = peak_memory_bytes(accelerator.device)
+        now = {"tokens_per_second": trainer.tokens_per_second, "peak_memory_bytes": peak}
         lines = read_metrics(options.out / METRICS_FILE) or [now]  # a finished run that is resumed may have none
         run = {
             "minutes": round((time.monotonic() - started) / 60, 1),

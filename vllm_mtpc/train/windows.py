@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,25 +27,15 @@ if TYPE_CHECKING:
 
 
 class Windows(NamedTuple):
-    """The windows of one step in this process.
+    """The windows of one step in this process."""
 
-    Attributes:
-        tokens: [B, n] int64, x_1 .. x_n; -1: marginalised, no loss.
-        row: [B] int64, row of `hidden`.
-        start: [B] int64, t.
-        hidden: [R, S, D], states of this process's rows of the block.
-        document: [R, S] int32, documents of these rows.
-        counts: [n] int64, windows of the whole step, over all processes, with a token at k.
-        draws: [B, ...] float32, random numbers of each window, or None.
-    """
-
-    tokens: Tensor
-    row: Tensor
-    start: Tensor
-    hidden: Tensor
-    document: Tensor
-    counts: Tensor
-    draws: Tensor | None = None
+    tokens: Tensor  # [B, n] int64, x_1 .. x_n; -1: marginalised, no loss
+    row: Tensor  # [B] int64, row of `hidden`
+    start: Tensor  # [B] int64, t
+    hidden: Any  # [R, S, D], states of this process's rows of the block, or a `Block`
+    document: Tensor  # [R, S] int32, documents of these rows
+    counts: Tensor  # [n] int64, windows of the whole step, over all processes, with a token at k
+    draws: Tensor | None = None  # [B, ...] float32, random numbers of each window
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Windows:
         """Apply a function (a move, an index) to every tensor that has one entry per window."""

@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 
+from tests.support import training
 from tests.support.training import end_after, losses, random_documents
 from vllm_mtpc.data.rows import pack
 from vllm_mtpc.heads.ptp.distribution import conditional, edges, u_inside
 from vllm_mtpc.hf import Target
 from vllm_mtpc.kernels.pick import pick
-from vllm_mtpc.train.options import TrainOptions, parse
+from vllm_mtpc.train.options import TrainOptions
 from vllm_mtpc.train.ptp.ptp_drafter import PtpDrafter, distribution_of, drafts, drawing, row_losses
 from vllm_mtpc.train.ptp.ptp_trainer import PtpTrainer
 from vllm_mtpc.train.trainer import read_metrics
@@ -23,6 +23,7 @@ from vllm_mtpc.train.windows import Windows, WindowSource
 torch.set_num_threads(1)
 
 # "ieee" reads the low bits of u, which are rounding noise where a forward pass of another batch size decides u.
+LATE = {"variant": "late", "late_width": 6, "u_embedding": "threshold"}
 CASES = {
     "ce": {},
     "bce": {"ptp_loss": "bce", "u_embedding": "arithmetic"},
@@ -30,14 +31,8 @@ CASES = {
     "reverse-kl": {"variant": "c-ptp", "ptp_loss": "reverse-kl", "top_k": 6},
     "inverse": {"variant": "c-ptp", "ptp_loss": "inverse", "u_embedding": "threshold"},
     "baseline": {"variant": "independent"},
-    "late": {"variant": "late", "late_width": 6, "u_embedding": "threshold"},
-    "trust": {
-        "variant": "late",
-        "late_width": 6,
-        "distribution_trust": 0.8,
-        "ptp_loss": "ce",
-        "u_embedding": "threshold",
-    },
+    "late": LATE,
+    "trust": LATE | {"distribution_trust": 0.8, "ptp_loss": "ce"},
     "own": {"proposals": "student", "temperature": 0.8, "u_embedding": "threshold"},
     "own c-ptp": {"proposals": "student", "variant": "c-ptp"},
     "dataset": {"proposals": "dataset", "top_p": 0.9},
@@ -46,20 +41,12 @@ CASES = {
 
 
 def options_for(target: Target, out: Path, **changes: object) -> TrainOptions:
-    values = {
-        "target": target.name, "data": ["none"], "out": out, "head": "ptp", "window": 4, "lora_rank": 4,
-        "max_steps": 8, "windows_per_step": 32, "seq_len": 40, "log_every": 1, "save_minutes": 60,
-        "learning_rate": 1e-2, "block_rows": 5,
-    }  # fmt: skip
-    return parse(values | changes)
+    values = {"head": "ptp", "lora_rank": 4, "max_steps": 8, "windows_per_step": 32}
+    return training.options_for(target, out, **values | changes)
 
 
 def make_trainer(options: TrainOptions, target: Target, count: int = 10) -> PtpTrainer:
-    rows, _ = pack(random_documents(count), options.seq_len, options.window, options.seed)
-    trainer = PtpTrainer(options, target, Accelerator(cpu=True))
-    trainer.setup_data(rows)
-    trainer.setup_optimizer()
-    return trainer
+    return training.make_trainer(options, target, random_documents(count))
 
 
 def first(options: TrainOptions, target: Target) -> tuple[PtpDrafter, Windows]:

@@ -27,11 +27,11 @@ from vllm_mtpc.eval.ptp_acceptance import draft
 from vllm_mtpc.heads.ptp.distribution import STEPS, edges, log_likelihood, processed, u_inside
 from vllm_mtpc.heads.ptp.student import Prefix, Student
 from vllm_mtpc.kernels.pick import pick
-from vllm_mtpc.train.losses import WATCHED, in_chunks
+from vllm_mtpc.train.cache import BATCH_ROWS
+from vllm_mtpc.train.losses import CHUNK_BYTES, WATCHED, in_chunks
 from vllm_mtpc.train.options import TrainOptions
 from vllm_mtpc.train.windows import Windows, window_states
 
-CHUNK_BYTES = 1 << 30
 DISTRIBUTION_BYTES = 1 << 28  # of distributions over the vocabulary in memory at the same time
 DISTRIBUTION_SHARE = 0.1  # of the distribution without u, so that no token has probability 0
 FLOOR = math.log(1e-6)  # of log Q in the reverse KL: Q is zero outside top-k and top-p
@@ -104,29 +104,23 @@ def row_losses(
 
 
 class Block(NamedTuple):
-    """States of packed rows.
+    """States of packed rows."""
 
-    Attributes:
-        prefix: States, keys and values of the target.
-        left: [R, S - 1] float64, start of the interval of token t + 1 under the target's distribution at t.
-        right: [R, S - 1] float64, its end.
-    """
-
-    prefix: Prefix
-    left: Tensor
-    right: Tensor
+    prefix: Prefix  # states, keys and values of the target
+    left: Tensor  # [R, S - 1] float64, start of the interval of token t + 1 under the target's distribution at t
+    right: Tensor  # [R, S - 1] float64, its end
 
 
 class PrefixSource:
     """Rows of the target, computed block by block."""
 
-    def __init__(self, student: Student, rows: Rows, options: TrainOptions, batch_rows: int = 8) -> None:
-        self.student, self.rows, self.options, self.batch_rows = student, rows, options, batch_rows
+    def __init__(self, student: Student, rows: Rows, options: TrainOptions) -> None:
+        self.student, self.rows, self.options = student, rows, options
 
     def hidden(self, row_indices: Tensor) -> Block:
         """Return the block of rows[row_indices]."""
         tokens, documents = self.rows.tokens[row_indices], self.rows.document[row_indices]
-        parts = zip(tokens.split(self.batch_rows), documents.split(self.batch_rows), strict=True)
+        parts = zip(tokens.split(BATCH_ROWS), documents.split(BATCH_ROWS), strict=True)
         return _joined([self._batch(*part) for part in parts])
 
     @torch.no_grad()
@@ -171,19 +165,12 @@ def _joined(blocks: list[Block]) -> Block:
 
 
 class Text(NamedTuple):
-    """Text of B windows.
+    """Text of B windows."""
 
-    Attributes:
-        tokens: [B, n] int64, x_1 .. x_n.
-        u: [B, n] float32, inside the intervals of the tokens.
-        usable: [B, n] bool, the token and all before it are trained and have mass.
-        states: [B, n, D], the target's states that predict x_1 .. x_n; None: those of the prefix.
-    """
-
-    tokens: Tensor
-    u: Tensor
-    usable: Tensor
-    states: Tensor | None
+    tokens: Tensor  # [B, n] int64, x_1 .. x_n
+    u: Tensor  # [B, n] float32, inside the intervals of the tokens
+    usable: Tensor  # [B, n] bool, the token and all before it are trained and have mass
+    states: Tensor | None  # [B, n, D], the target's states that predict x_1 .. x_n; None: those of the prefix
 
 
 class PtpDrafter(nn.Module):
