@@ -1,1 +1,1 @@
-"""`vllm serve` as a child process: what replicas on Ray and batch jobs ask."""
+"""`vllm serve` as a child process, its counters, and the provenance of results."""

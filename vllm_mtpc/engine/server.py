@@ -1,7 +1,7 @@
 """Run `vllm serve` as a child process that never outlives its parent, and send it requests.
 
 Every command that serves goes through `VllmServer`: batch jobs and replicas on Ray use a Unix socket, so that two
-engines of one machine need no ports and no other user can reach them; `bench serve`, `doctor` and `play` use a port.
+engines of one machine need no ports and no other user can reach them; the other commands use a port.
 """
 
 from __future__ import annotations
