@@ -158,8 +158,9 @@ def test_oversized_config_is_refused(folder: Path, name: str, capsys) -> None:
         {"window": 1e300},
         {"format_version": 1, "speculators_config": {"proposal_methods": [1] * 40_000}},
         {"format_version": 1, "speculators_config": []},
+        {"format_version": 1, "speculators_config": {"proposal_methods": 3}},
     ],
-    ids=["escapes", "key", "keys", "bidi", "list", "layers", "sizes", "float", "old", "old-list"],
+    ids=["escapes", "key", "keys", "bidi", "list", "layers", "sizes", "float", "old", "old-list", "old-number"],
 )
 def test_config_with_odd_content_is_refused(folder: Path, changes: dict[str, Any], capsys) -> None:
     file = folder / "config.json"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub import EvalResult, ModelCardData, hf_hub_download
 from huggingface_hub.repocard import metadata_load
 
 from vllm_mtpc.checkpoint.locate import HUB_NAME, hub_name
@@ -35,14 +35,8 @@ def card_data(
 ) -> ModelCardData:
     """Return the metadata of a head's card; `name` is the model name of `results`."""
     measured: dict[str, Any] = {"model_name": name, "eval_results": list(results)} if results else {}
-    return ModelCardData(
-        library_name="vllm",
-        pipeline_tag=TASK,
-        tags=list(tags),
-        base_model=base_model,
-        **(license or {}),
-        **measured,
-    )
+    given = {"tags": list(tags), "base_model": base_model, **(license or {}), **measured}
+    return ModelCardData(library_name="vllm", pipeline_tag=TASK, **given)
 
 
 def front_matter(data: ModelCardData) -> str:
@@ -89,8 +83,6 @@ def target_license(target: str, is_online: bool = False) -> dict[str, Any]:
     """`license_of` the card of a target, in its folder or on the hub (offline: in the hub's cache)."""
     if os.path.isdir(target):
         return license_of(Path(target) / "README.md")
-    from huggingface_hub import hf_hub_download
-
     try:
         return license_of(Path(hf_hub_download(target, "README.md", local_files_only=not is_online)))
     except Exception:  # the hub client raises many types; a head needs no licence

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -119,8 +120,6 @@ def package_versions(packages: Sequence[str] = ("vllm_mtpc", "torch", "transform
     """Return the versions of Python and of the installed ones among `packages`."""
     versions = {"python": platform.python_version()}
     for name in packages:
-        try:
+        with suppress(PackageNotFoundError):
             versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return versions

@@ -54,10 +54,11 @@ def write_token_heads(name: str, out: Path) -> HeadConfig:
 
     check_out(out)
     folder = Path(name) if Path(name).is_dir() else download(name, "target")
-    target, weight = read_json(folder / CONFIG_FILE), Shards(folder).read(LM_HEAD)
-    hidden_size = target.get("hidden_size")
-    vocab_size: Any = target.get("vocab_size")
-    heads = len(weight) // vocab_size if weight.dim() == 2 and type(vocab_size) is int and vocab_size > 0 else 0
+    target: Any = read_json(folder / CONFIG_FILE)
+    weight = Shards(folder).read(LM_HEAD)
+    hidden_size, vocab_size = target.get("hidden_size"), target.get("vocab_size")
+    is_matrix = weight.dim() == 2 and type(vocab_size) is int and vocab_size > 0
+    heads = len(weight) // vocab_size if is_matrix else 0
     if heads < 2 or tuple(weight.shape) != (heads * vocab_size, hidden_size):
         raise CheckpointError(
             f"{name}: {LM_HEAD} is {'x'.join(map(str, weight.shape))} with vocab_size={vocab_size}, "

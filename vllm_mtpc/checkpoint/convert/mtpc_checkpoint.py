@@ -19,7 +19,7 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -102,14 +102,6 @@ class AdapterSettings(_Section):
     target_modules: Any = None
 
 
-class Tensors(NamedTuple):
-    """The tensors of a checkpoint without None, the value of the target's weights."""
-
-    head: dict[str, Tensor]
-    lora: dict[str, Tensor]  # by their names in the language model
-    skipped: list[str]  # names of weights of the target
-
-
 def convert_mtpc(options: ConvertOptions, content: Mapping[str, Any], label: str) -> str:
     """Write the head folder `options.out` of an MtPC checkpoint.
 
@@ -128,18 +120,16 @@ def convert_mtpc(options: ConvertOptions, content: Mapping[str, Any], label: str
     path, target = options.ckpt, target_config(options.target)
     file = path.with_name(SETTINGS_FILE)
     if not file.exists():
-        raise CheckpointError(
-            f"{file.parent} has no {file.name}, which describes the checkpoints in it; copy it from their source"
-        )
+        raise CheckpointError(f"{file.parent} has no {file.name}; copy it from the source of the checkpoint")
     settings = read_yaml(file)
     circuit = read_section(file, settings, "circuit.model", CircuitSettings)
     expander = read_section(file, settings, "mt_head.hyperparameters", HeadSettings)
     if circuit is None or expander is None:
         raise CheckpointError(f"{file}: has no circuit.model or no mt_head.hyperparameters; copy it again")
-    found = sort_tensors(path, content["model_state_dict"])
-    tensors, position = order_tensors(path, circuit, expander, found.head, target)
+    given, lora = sort_tensors(path, content["model_state_dict"])
+    tensors, position = order_tensors(path, circuit, expander, given, target)
     adapter_settings = read_section(file, settings, "adaptor.hyperparameters", AdapterSettings)
-    adapters = _read_adapters(path, found.lora, adapter_settings, target)
+    adapters = _read_adapters(path, lora, adapter_settings, target)
     n, r = circuit.n_token, circuit.n_component
     config = HeadConfig.create(
         circuit=circuit.name,
@@ -153,17 +143,14 @@ def convert_mtpc(options: ConvertOptions, content: Mapping[str, Any], label: str
     with torch.device("meta"):
         head = build_head(config)
     head.load_state_dict(tensors, assign=True)
-    if found.skipped:
-        names = printable(", ".join(found.skipped), 300)
-        print(f"warning: {path}: weights of the target are left out: {names}", file=sys.stderr)
     trained_on = resolve(settings, "${lm.model.from_huggingface}")
     record: dict[str, Any] = {"from": label, "trained_on": printable(str(trained_on), 300), "fold_order": position}
     if isinstance(step := content.get("global_step"), int):
         record["global_step"] = step
     card = converted_card(config, f"MtPC head: {config.circuit}, n={n}, r={r}", label)
     save_head(options.out, config, head, {"converted": record}, card, narrowest_dtype(tensors.values()), adapters)
-    lora = f", {config.lora_layers} draft layers" if config.lora_layers else ""
-    return f"{config.circuit}, window {n}, {r} components{lora}"
+    layers = f", {config.lora_layers} draft layers" if config.lora_layers else ""
+    return f"{config.circuit}, window {n}, {r} components{layers}"
 
 
 def resolve(settings: Mapping[str, Any], value: Any) -> Any:
@@ -194,25 +181,28 @@ def read_section(file: Path, settings: Mapping[str, Any], path: str, model: type
         raise CheckpointError(f"{file}: {path}: {one_line(error, model)}; convert another head") from None
 
 
-def sort_tensors(path: Path, state: Any) -> Tensors:
-    """Sort a `model_state_dict` by names, without wrappers' prefixes; raises CheckpointError for what is no tensor."""
+def sort_tensors(path: Path, state: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the tensors of the head by their names without wrappers' prefixes, and the adapters.
+
+    Weights of the target, which are None unless they were trained, are left out with a warning. Raises CheckpointError
+    for what is no tensor.
+    """
     if not isinstance(state, dict):
         raise CheckpointError(
             f"{path}: its 'model_state_dict' is not a dict; name a checkpoint of MtPC's code (model@STEP.pt)"
         )
     named = {_WRAPPERS.sub("", str(name), count=1): value for name, value in state.items() if value is not None}
     check_lengths(path, named)
-    found = Tensors({}, {}, [])
     for name, value in named.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(f"{path}: {name} is a {type(value).__name__}, not a tensor; convert another head")
-        if name.startswith("lm.") and ("lora_" in name or "modules_to_save" in name):
-            found.lora[name.removeprefix("lm.")] = value
-        elif name.startswith("lm."):
-            found.skipped.append(name)
-        elif not _UNUSED.fullmatch(name):
-            found.head[name] = value
-    return found
+    target = {name for name in named if name.startswith("lm.")}
+    adapted = {name for name in target if "lora_" in name or "modules_to_save" in name}
+    if skipped := sorted(target - adapted):
+        names = printable(", ".join(skipped), 300)
+        print(f"warning: {path}: weights of the target are left out: {names}", file=sys.stderr)
+    head = {name: value for name, value in named.items() if name not in target and not _UNUSED.fullmatch(name)}
+    return head, {name: named[name] for name in adapted}
 
 
 def order_tensors(
