@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from tests.support import forks
-from tests.support.engine import Call, Engine, Reply, run
-from tests.support.requests import ACCEPTED, CODE, RUNNERS
-from vllm_mtpc import demo
+from tests.support.engine import DEMO, Call, Engine, Reply, ask, build, run
+from tests.support.requests import CODE, RUNNERS
 
 KEY = "num_speculative_tokens_per_batch_size"
 
@@ -52,11 +51,9 @@ APART = {"v1": "drafts of their own v1", "v2": "drafts of their own"}
 
 
 def engine(
-    options: dict[str, Any] | None, injected: str | None = None, names: list[str] | None = None, **more: Any
+    spec: dict[str, Any] | None, injected: str | None = None, names: list[str] | None = None, **more: Any
 ) -> Engine:
-    head = {"method": "mtpc", "model": str(demo.path("btree")), KEY: SCHEDULE}
     arguments = {
-        "speculative_config": None if options is None else head | options,
         "max_num_seqs": 12,
         "max_model_len": 240,
         "max_num_batched_tokens": 48,  # less than most prompts, and than all drafts of a batch
@@ -66,7 +63,10 @@ def engine(
         **more,
     }
     asked = calls()
-    return Engine(str(demo.path("target")), [asked[name] for name in names or asked], arguments, injected)
+    head = None if spec is None else "btree"
+    return build(
+        DEMO, head, [asked[name] for name in names or asked], injected, {KEY: SCHEDULE, **(spec or {})}, **arguments
+    )
 
 
 @pytest.fixture(scope="module", params=RUNNERS)
@@ -81,8 +81,7 @@ def outputs(request: pytest.FixtureRequest) -> dict[str, list[Reply]]:
     noted = "noted lengths v1" if runner == "v1" else "noted lengths"
     engines = {"plain": engine(None, **more), "head": engine(given, noted, **more)}
     engines |= {fault: engine(given, fault, ["few at once"], **more) for fault in (*FAULTS[runner], APART[runner])}
-    found = run(engines, runner, async_scheduling=True)
-    return found
+    return run(engines, runner)
 
 
 @pytest.mark.feature("seed: the text of plain vLLM", "exact")
@@ -110,8 +109,7 @@ def test_drafts_take_the_targets_noise(outputs: dict[str, list[Reply]]) -> None:
     at = list(calls()).index("few at once")
     apart = next(outputs[name][0] for name in APART.values() if name in outputs)
     assert apart.tokens == outputs["plain"][at].tokens
-    before, after = (outputs["head"][place].metrics for place in (at - 1, at))
-    kept, kept_apart = after[ACCEPTED] - before[ACCEPTED], apart.metrics[ACCEPTED]
+    kept, kept_apart = outputs["head"][at].accepted - outputs["head"][at - 1].accepted, apart.accepted
     print(f"of about as many drafts {kept} are kept, {kept_apart} with noise of their own")
     assert kept > 1.1 * kept_apart
 
@@ -121,30 +119,23 @@ def test_every_scenario_happened(outputs: dict[str, list[Reply]]) -> None:
     assert {drafts for reply in outputs["head"] for _, drafts in reply.recorded} >= {7, 3, 1, 0}
     assert first.metrics["vllm:num_preemptions"] > 0
     assert last.metrics["vllm:prefix_cache_hits"] > 0
-    accepted = first.metrics[ACCEPTED]
-    assert accepted > 0.2 * first.metrics["vllm:spec_decode_num_draft_tokens"]
-
-
-def tokens_per_step(circuit: str, temperature: float) -> dict[str, float]:
-    """Of 40 texts of 40 tokens without a seed, every step of the target counted, by the way of verification."""
-    sampling = {"temperature": temperature, "ignore_eos": True, "max_tokens": 40}
-    engines = {}
-    for verify in ("coupled", "rejection"):
-        engines[verify] = engine({"model": str(demo.path(circuit)), "verify": verify, KEY: "off"})
-        engines[verify].arguments |= {"max_num_batched_tokens": 512, "num_gpu_blocks_override": 64}
-        engines[verify].calls = [Call([list((3 * CODE)[at : at + 60]) for at in range(40)], [sampling] * 40)]
-    found = {}
-    for verify, replies in run(engines, "v2", async_scheduling=False).items():
-        metrics = replies[0].metrics
-        found[verify] = 1 + metrics[ACCEPTED] / metrics["vllm:spec_decode_steps"]
-    return found
+    assert first.accepted > 0.2 * first.drafted
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("circuit", ["ff", "btree"])
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_coupling_accepts_almost_as_many_drafts(circuit: str, temperature: float) -> None:
-    """The table of docs/serving.md. (1 - TV) / (1 + TV) is never below half of 1 - TV."""
-    found = tokens_per_step(circuit, temperature)
+    """The table of docs/serving.md, of 40 texts without a seed. (1 - TV) / (1 + TV) is never below half of 1 - TV."""
+    calls = [ask([list((3 * CODE)[at : at + 60]) for at in range(40)], 40, temperature=temperature)]
+    sizes = {"max_num_seqs": 12, "max_model_len": 240, "max_num_batched_tokens": 512, "block_size": 32}
+    engines = {
+        verify: build(DEMO, circuit, calls, spec={"verify": verify, KEY: "off"}, num_gpu_blocks_override=64, **sizes)
+        for verify in ("coupled", "rejection")
+    }
+    found = {  # every step of the target is counted
+        verify: 1 + reply.accepted / reply.metrics["vllm:spec_decode_steps"]
+        for verify, (reply,) in run(engines, "v2", async_scheduling=False).items()
+    }
     print(f"{circuit}, T={temperature}: {found}")
     assert found["coupled"] > 1 + (found["rejection"] - 1) / 2
