@@ -7,9 +7,10 @@ import itertools
 import pytest
 import torch
 
-from tests.support import block_distribution, forks
+from tests.support import forks
 from tests.support.distributions import noise_floor, total_variation
 from tests.support.engine import DEMO, Reply, ask, build, run
+from tests.support.kernel_draws import block_distributions
 from vllm_mtpc.proposers.config.versions import keys_noise_by_draft
 
 PROMPT = list(b"def read(path):\n    ")
@@ -58,12 +59,11 @@ def test_step_verifies_with_the_noise_of_its_drafts(replies: dict[str, list[Repl
 @pytest.mark.parametrize("is_fresh", [True, False])
 def test_distribution_of_the_kernels(is_fresh: bool) -> None:
     """vLLM's own kernels keep the distribution if drafts have a step's seeds; with a request's they do not."""
-    texts = forks.call("v2", "tests.support.block_distribution:draws", is_fresh, COUNT)
-    p, vocab = block_distribution.distributions()[0], range(block_distribution.VOCAB)
-    texts_of_three = torch.tensor(list(itertools.product(vocab, repeat=3)))
-    before = torch.nn.functional.pad(texts_of_three[:, :-1], (1, 0))
-    distribution = p[before, texts_of_three].prod(dim=1).view(len(vocab) ** 2, -1).sum(dim=0).numpy()  # third token
+    texts = forks.call("v2", "tests.support.kernel_draws:block_texts", is_fresh, COUNT)
+    p, outcomes = block_distributions()[0], torch.tensor(list(itertools.product((0, 1), repeat=3)))
+    before = torch.nn.functional.pad(outcomes[:, :-1], (1, 0))
+    distribution = p[before, outcomes].prod(dim=1).view(4, 2).sum(dim=0).numpy()  # of the third token
     draws = [[text[2]] for text in texts]
-    distance, floor = total_variation(draws, distribution, len(vocab)), noise_floor(distribution, len(draws))
+    distance, floor = total_variation(draws, distribution, 2), noise_floor(distribution, len(draws))
     print(f"{is_fresh}: {len(draws)} draws, TV {distance:.5f}, allowed {floor:.5f}")
     assert (distance < floor) == is_fresh

@@ -23,11 +23,11 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from tests.support.distributions import asking, draws_of
-from tests.support.engine import Engine, Reply, run
+from tests.support.engine import build, run
 from tests.support.models import make_head, make_target, make_tokenizer
+from tests.support.requests import ALL_DRAFTS
 
 VOCAB, WINDOW, PROMPT, LENGTH = 8, 4, [0, 1], 24
-FORCED = {"num_speculative_tokens_per_batch_size": "off", "min_acceptance": 0}  # all WINDOW - 1 drafts in every step
 TEXTS = 2_000  # N = 48,000
 D_FAULT = 0.0218  # measured with 16,000 texts on V1
 MIN_POWER = 0.999
@@ -66,19 +66,14 @@ def test_tokens_follow_the_conditionals_of_the_target_and_wrong_q_is_found(
     sampling = {"temperature": 1.0, "max_tokens": LENGTH, "ignore_eos": True, "detokenize": False}
     arguments = {"max_model_len": 32, "block_size": 32, "max_num_seqs": 1024, "max_num_batched_tokens": 4096}
     arguments |= {"kv_cache_memory_bytes": 1 << 28, "seed": 0}
-    arguments["speculative_config"] = {"method": "mtpc", "model": str(tmp_path / "head"), **FORCED}
     calls = [asking(PROMPT, sampling, TEXTS)]
-    engines = {name: Engine(str(tmp_path / "target"), calls, arguments, name) for name in (None, fault)}
+    engines = {name: build(tmp_path, "head", calls, name, ALL_DRAFTS, **arguments) for name in (None, fault)}
     assert 1 - 2 * math.exp(-2 * (math.sqrt(TEXTS * LENGTH) * D_FAULT - CRITICAL) ** 2) > MIN_POWER  # 0.9997
 
     found: dict[str | None, float] = {}
-    for name, replies in run(engines, runner, async_scheduling=False).items():
-        assert drafts_per_step(replies[0]) > WINDOW - 1.1, "drafts are not forced"
-        found[name] = distance(target, torch.tensor(draws_of(replies[0])))
+    for name, (reply,) in run(engines, runner, async_scheduling=False).items():
+        assert reply.drafted / reply.steps > WINDOW - 1.1, "drafts are not forced"
+        found[name] = distance(target, torch.tensor(draws_of(reply)))
     print(f"{runner}: D sqrt(N) {found}, at most {CRITICAL:.2f} by chance")
     assert found[None] < CRITICAL
     assert found[fault] > CLEAR
-
-
-def drafts_per_step(reply: Reply) -> float:
-    return reply.metrics["vllm:spec_decode_num_draft_tokens"] / reply.metrics["vllm:spec_decode_num_drafts"]

@@ -26,9 +26,7 @@ SCHEMA = {
     "required": ["name", "size"],
     "additionalProperties": False,
 }
-TEXT = "import os\n\n\ndef walk(path):\n    "
 EOS = 256
-ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 HEADS = {"mtpc": "btree", "ptp": "o-ptp"}  # of the demo
 SPEC: dict[str, dict[str, Any]] = {
     "mtpc": {"method": "mtpc"},
