@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import drafters
-from tests.support.engine import Call, Engine, Reply, run
+from tests.support.engine import Reply, ask, build, run
 from tests.support.models import make_target
 from tests.support.requests import ALL_DRAFTS
 from vllm_mtpc.cli import main
@@ -19,18 +19,6 @@ from vllm_mtpc.hf import load_target
 
 PROMPTS = [[3, 9, 4], [7, 30, 1, 12, 5, 2, 41, 8, 8, 19]]
 LENGTH = 12
-GREEDY = {"temperature": 0.0, "max_tokens": LENGTH, "ignore_eos": True, "detokenize": False}
-SMALL = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 2}
-
-
-def engines(place: Path, layout: str, kind: str, drafts: int) -> dict[str, Engine]:
-    calls, target = [Call(PROMPTS, [GREEDY] * len(PROMPTS))], str(place / "target")
-    theirs = {"method": kind, "model": str(place / layout / "source"), "num_speculative_tokens": drafts}
-    ours = {"method": "mtpc", "model": str(place / layout / "head"), **ALL_DRAFTS}
-    return {
-        f"{layout}, theirs": Engine(target, calls, {**SMALL, "speculative_config": theirs}, "note their drafts"),
-        f"{layout}, ours": Engine(target, calls, {**SMALL, "speculative_config": ours}, "backbone"),
-    }
 
 
 def drafted(reply: Reply) -> dict[tuple[int, int], list[int]]:
@@ -45,14 +33,16 @@ def drafted(reply: Reply) -> dict[tuple[int, int], list[int]]:
 @pytest.mark.slow
 def test_drafts_equal_those_of_vllm_speculators(tmp_path: Path) -> None:
     model = make_target(tmp_path / "target", 48, seed=0, layers=4)
-    wanted, every = {}, {}
+    wanted, every, calls = {}, {}, [ask(PROMPTS, LENGTH)]
     for layout in drafters.LAYOUTS:
         kind = layout.split()[1]
-        source = drafters.make(tmp_path / layout / "source", layout, model)
-        words = ["--target", str(tmp_path / "target"), "--out", str(tmp_path / layout / "head")]
-        assert main(["convert", str(source), *words]) == 0
+        source, head = tmp_path / layout / "source", f"{layout}/head"
+        drafters.make(source, layout, model)
+        assert main(["convert", str(source), "--target", str(tmp_path / "target"), "--out", str(tmp_path / head)]) == 0
         drafts = drafters.BLOCK - (kind == "dflash")
-        every |= engines(tmp_path, layout, kind, drafts)
+        theirs = {"method": kind, "num_speculative_tokens": drafts}
+        every[f"{layout}, theirs"] = build(tmp_path, f"{layout}/source", calls, "note their drafts", theirs)
+        every[f"{layout}, ours"] = build(tmp_path, head, calls, "backbone", ALL_DRAFTS)
         wanted[layout] = drafters.Reference(source, load_target(tmp_path / "target").model, kind == "dspark"), drafts
     replies = run(every, "v2", async_scheduling=False)
     for layout, (reference, drafts) in wanted.items():

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.engine import TWO_RANKS, Call, Engine, Reply, run
+from tests.support.engine import TWO_RANKS, Engine, ask, build, run, run_with_plain
 from tests.support.models import make_head, make_ptp_head, make_target
-from tests.support.requests import ACCEPTED, ON
+from tests.support.requests import ON, RUNNERS
 from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads import build_head
@@ -18,8 +18,6 @@ from vllm_mtpc.heads.linear import SHARD_BYTES
 
 pytestmark = pytest.mark.slow
 PROMPTS = [[3, 9, 4], [7, 7, 1, 12, 5, 2], [8]]
-GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, "detokenize": False}
-SAMPLED = {**GREEDY, "temperature": 1.0, "seed": 11}
 TENSOR, PIPELINE = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 
 
@@ -45,15 +43,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def engine(folder: Path, options: dict[str, Any] | None, **arguments: Any) -> Engine:
-    if options:
-        arguments["speculative_config"] = {**options, "model": str(folder / options["method"])}
-    calls = [Call(PROMPTS, [sampling] * 3) for sampling in (GREEDY, SAMPLED)]
-    return Engine(str(folder / "target"), calls, {"skip_tokenizer_init": True, "max_model_len": 64, **arguments})
-
-
-def replies(engines: dict[str, Engine], runner: str, **more: Any) -> dict[str, list[Reply]]:
-    return run(engines, runner, async_scheduling=runner == "v2", **more)
+def engine(place: Path, spec: dict[str, Any], **arguments: Any) -> Engine:
+    calls = [ask(PROMPTS, 24), ask(PROMPTS, 24, temperature=1.0, seed=11)]
+    return build(place, spec["method"], calls, spec=spec, **arguments)
 
 
 MTPC, MERGED = {"method": "mtpc"}, {"method": "ptp", "draft_pass": "merged", "max_aux_rows": 64}
@@ -77,21 +69,19 @@ TP, PP = pytest.mark.feature("tensor parallel", "exact"), pytest.mark.feature("p
 def test_two_processes_write_the_text_of_one(folder: Path, models: str, options: Any, runner: str, ranks: Any) -> None:
     """Seeded requests too: every rank drew the same drafts."""
     place = folder / models
-    one = replies({"plain": engine(place, None), "drafted": engine(place, options)}, runner)
-    (two,) = replies({"drafted": engine(place, options, **ranks)}, runner, **TWO_RANKS).values()
-    assert two[0].tokens == one["drafted"][0].tokens == one["plain"][0].tokens
-    assert two[1].tokens == one["drafted"][1].tokens
-    assert two[0].metrics[ACCEPTED] > 0
+    one, plain = run_with_plain(engine(place, options), runner)
+    two = run({"drafted": engine(place, options, **ranks)}, runner, **TWO_RANKS)["drafted"]
+    assert two[0].tokens == one[0].tokens == plain[0].tokens
+    assert two[1].tokens == one[1].tokens
+    assert two[0].accepted > 0
 
 
 @TP
-@pytest.mark.parametrize(
-    "runner", [pytest.param(runner, marks=ON[f"mtpc on {runner.upper()}"]) for runner in ("v1", "v2")]
-)
+@pytest.mark.parametrize("runner", RUNNERS)
 def test_ranks_with_different_drafts_end_the_engine(folder: Path, runner: str) -> None:
     """With MTPC_DEBUG=1; ranks that agree change nothing."""
     sound = engine(folder / "small", MTPC, **TENSOR)
     faulty = engine(folder / "small", MTPC, **TENSOR, worker_extension_cls="tests.support.workers.Differs")
-    found = replies({"sound": sound, "faulty": faulty}, runner, fails=("faulty",), MTPC_DEBUG="1", **TWO_RANKS)
-    assert found["sound"][0].metrics[ACCEPTED] > 0
+    found = run({"sound": sound, "faulty": faulty}, runner, fails=("faulty",), MTPC_DEBUG="1", **TWO_RANKS)
+    assert found["sound"][0].accepted > 0
     assert "the tensor-parallel ranks have drafted different tokens" in found["faulty"]
