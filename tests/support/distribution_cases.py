@@ -28,8 +28,9 @@ from tests.support.distributions import (
     of_the_first,
     total_variation,
 )
-from tests.support.engine import Engine, Reply, run
+from tests.support.engine import Engine, build, run
 from tests.support.models import make_head, make_ptp_head, make_target, make_tokenizer, sample_target
+from tests.support.requests import ALL_DRAFTS
 
 VOCAB, LENGTH, PROMPT, WINDOW = 3, 6, [0, 1], 4
 CIRCUITS = {"ff": 1, "cp": 3, "hmm": 3, "btree": 3}  # their components
@@ -37,8 +38,7 @@ HEADS = [f"{circuit}, {fit}" for circuit in CIRCUITS for fit in ("good", "bad")]
 OPTIONS = {"good": {}, "bad": {}, "tokens": {"token_rank": 2}, "bad tokens": {"token_rank": 2}}
 OPTIONS["loud tokens"] = {"token_rank": 2, "token_scale": 10.0}
 PTP = ("o-ptp", "c-ptp", "late")
-DRAFT_ALL = {"num_speculative_tokens_per_batch_size": "off", "min_acceptance": 0}
-CUT = {**DRAFT_ALL, "min_acceptance": 0.3}  # V1: drafts less likely to be of use are cut, by acceptance as observed
+CUT = {**ALL_DRAFTS, "min_acceptance": 0.3}  # V1: drafts less likely to be of use are cut, by acceptance as observed
 BATCH = 1024  # V2: chosen; a step that runs all instances of a launch at once costs about the same for fewer
 PAIR = slice(1, 4)  # the tokens of two answers that are looked at together: of a step's drafts, and after
 
@@ -137,17 +137,14 @@ def _make(folder: Path, target: LlamaForCausalLM, head: str) -> None:
 def engine(folder: Path, target: LlamaForCausalLM, case: Case, count: int, length: int) -> Engine:
     """Asks `count` answers of `length` tokens of each kind."""
     kinds = [{**SETTINGS[name].sampling(), "max_tokens": length} for name in case.settings]
-    at_once = _at_once(case)
-    arguments: dict[str, Any] = {"max_model_len": 32, "block_size": 32, "max_num_seqs": BATCH}
-    arguments |= {"max_num_batched_tokens": BATCH * WINDOW, "kv_cache_memory_bytes": 1 << 28}
-    if case.head:
-        for head in filter(None, (case.head, case.other)):
-            _make(folder, target, head)
-        # rows for every request of a batch: by default so large a one drafts nothing
-        ptp = {"method": "ptp", "draft_pass": "merged", "max_aux_rows": 4 * BATCH}
-        spec = ptp if case.head in PTP else {"method": "mtpc", **DRAFT_ALL}
-        arguments["speculative_config"] = {**spec, "model": str(folder / case.head), **case.options}
-    return Engine(str(folder / "target"), [asking(PROMPT, kinds, count, at_once)], arguments, case.injected)
+    for head in filter(None, (case.head, case.other)):
+        _make(folder, target, head)
+    # rows for every request of a batch: by default so large a one drafts nothing
+    ptp = {"method": "ptp", "draft_pass": "merged", "max_aux_rows": 4 * BATCH}
+    spec = {**(ptp if case.head in PTP else ALL_DRAFTS), **case.options}
+    arguments = {"max_model_len": 32, "block_size": 32, "max_num_seqs": BATCH, "kv_cache_memory_bytes": 1 << 28}
+    calls = [asking(PROMPT, kinds, count, _at_once(case))]
+    return build(folder, case.head, calls, case.injected, spec, max_num_batched_tokens=BATCH * WINDOW, **arguments)
 
 
 def _at_once(case: Case) -> int:
@@ -187,14 +184,12 @@ def measure(folder: Path, target: LlamaForCausalLM, name: str, count: int, lengt
     """
     start, case = time.monotonic(), CASES[name]
     made = engine(folder, target, case, count * case.together, length if case.together == 1 else LENGTH)
-    replies = run({"one": made}, case.runner, async_scheduling=False, timeout=20_000)["one"]
-    draws = draws_by_kind(replies[0], len(case.settings), _at_once(case))
+    (reply,) = run({"one": made}, case.runner, async_scheduling=False, timeout=20_000)["one"]
+    draws = draws_by_kind(reply, len(case.settings), _at_once(case))
     distributions = [exact_distribution(target, PROMPT, LENGTH, SETTINGS[name]) for name in case.settings]
     if case.together > 1:
-        draws, distributions = (
-            [_together(texts) for texts in draws],
-            [_independent(distribution) for distribution in distributions],
-        )
+        draws = [_together(texts) for texts in draws]
+        distributions = [_independent(distribution) for distribution in distributions]
     else:
         draws = [[text[:length] for text in texts] for texts in draws]
         distributions = [of_the_first(distribution, length, VOCAB) for distribution in distributions]
@@ -202,7 +197,8 @@ def measure(folder: Path, target: LlamaForCausalLM, name: str, count: int, lengt
         Row(kind, len(texts), total_variation(texts, distribution, VOCAB), noise_floor(distribution, len(texts)))
         for kind, texts, distribution in zip(case.settings, draws, distributions, strict=True)
     ]
-    return Measured(name, case, rows, _acceptance(replies[0]), time.monotonic() - start)
+    acceptance = round(reply.accepted / reply.drafted, 3) if reply.drafted else None
+    return Measured(name, case, rows, acceptance, time.monotonic() - start)
 
 
 def _together(texts: list[list[int]]) -> list[list[int]]:
@@ -215,10 +211,3 @@ def _independent(distribution: np.ndarray) -> np.ndarray:
     shape = (VOCAB**PAIR.start, VOCAB ** (PAIR.stop - PAIR.start), -1)
     of_one = distribution.reshape(shape).sum(axis=(0, 2))
     return np.outer(of_one, of_one).ravel()
-
-
-def _acceptance(reply: Reply) -> float | None:
-    accepted, drafted = (
-        reply.metrics.get(f"vllm:spec_decode_num_{what}_tokens") or 0 for what in ("accepted", "draft")
-    )
-    return round(accepted / drafted, 3) if drafted else None
