@@ -31,19 +31,10 @@ from vllm_mtpc.checkpoint import load_head
 
 WINDOW, COMPONENTS, LENGTH = 4, 3, 24
 SIZES = {
-    "vocab_size": 70,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+    "vocab_size": 70, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 256, "initializer_range": 0.3,
+    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
 FAMILIES: dict[str, PretrainedConfig] = {
     # vLLM pads 30 to 64: of two ranks the second has no token
     "llama": LlamaConfig(**{**SIZES, "vocab_size": 30}, tie_word_embeddings=False),

@@ -9,6 +9,8 @@ import ast
 import sys
 from pathlib import Path
 
+from tests.support.features import write_page
+
 ROOT = Path(__file__).parents[2]
 HEADER = """# Claims
 
@@ -18,11 +20,7 @@ test modules and the names and marks of the test functions; not to be edited. `n
 
 
 def page(folder: Path = ROOT / "tests") -> str:
-    """Return the text of tests/claims.md.
-
-    Args:
-        folder: The folder of the tests.
-    """
+    """Return the text of tests/claims.md for a folder of tests."""
     parts = [HEADER]
     for file in sorted(folder.rglob("test_*.py")):
         tree = ast.parse(file.read_text(encoding="utf-8"))
@@ -65,6 +63,4 @@ def _is_slow(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3 or sys.argv[1] != "--write":
-        sys.exit("usage: python -m tests.support.claims --write tests/claims.md")
-    Path(sys.argv[2]).write_text(page(), encoding="utf-8")
+    write_page(sys.argv[1:], page)

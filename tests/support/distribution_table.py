@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.features import write_page
 from vllm_mtpc.engine import provenance
 
 DISTRIBUTION = "distribution"  # name of the property of a test that carries what it measured
-KEPT = Path(__file__).parents[2] / "benchmarks" / "results" / "distribution-v2.json"
+PAGE = Path(__file__).parents[2] / "benchmarks" / "RESULTS.md"
+KEPT = PAGE.parent / "results" / "distribution-v2.json"
 BEGIN, END = "<!-- distributions: written by tests/support/distribution_table.py -->\n", "<!-- /distributions -->\n"
 
 
@@ -50,22 +52,16 @@ def table() -> str:
         row = by_share[0 if name.startswith("fault") else -1]
         verdicts = ", ".join(sorted({row["verdict"] for row in case["rows"]}))
         accepted = "" if case["acceptance"] is None else f"{case['acceptance']:.0%}"
-        asked = f"{len(case['rows'])} x {row['draws']:,}"
-        of = row["setting"]
-        lines.append(
-            f"| {name} | {accepted} | {asked} | {row['distance']:.4f} | {row['floor']:.4f} | {of} | {verdicts} |"
-        )
+        asked, found = f"{len(case['rows'])} x {row['draws']:,}", f"{row['distance']:.4f} | {row['floor']:.4f}"
+        lines.append(f"| {name} | {accepted} | {asked} | {found} | {row['setting']} | {verdicts} |")
     return "\n".join([*lines, ""])
 
 
-def main(arguments: list[str]) -> None:
-    if len(arguments) != 2 or arguments[0] != "--write":
-        given = " ".join(arguments) or "nothing"
-        sys.exit(f"given {given}; type: python -m tests.support.distribution_table --write benchmarks/RESULTS.md")
-    page = Path(arguments[1])
-    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    page.write_text(before + BEGIN + "\n" + table() + "\n" + END + rest.partition(END)[2], encoding="utf-8")
+def page() -> str:
+    """Return the text of benchmarks/RESULTS.md with a new table."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    return before + BEGIN + "\n" + table() + "\n" + END + rest.partition(END)[2]
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    write_page(sys.argv[1:], page)
