@@ -19,21 +19,27 @@ def __getattr__(name: str) -> type:
     if name == "Divides":  # toy vocabularies are divided over the ranks like large ones
         assert draft_memory.is_small(1, 1)
         draft_memory.is_small = lambda *sizes: False
-    elif name == "Differs":  # rank 1 drafts another last token
-        for owner in (MtpcProposer, MtpcSpeculator):
-            owner.propose = _differing(owner.propose)
+    elif name == "Differs":  # rank 1 drafts other tokens
+        MtpcProposer._generate_drafts = _differing_v1(MtpcProposer._generate_drafts)
+        MtpcSpeculator.propose = _differing_v2(MtpcSpeculator.propose)
     else:
         raise AttributeError(name)
     return type(name, (), {})
 
 
-def _differing(propose: Any) -> Any:
-    def faulty(self: Any, *args: Any, **kwargs: Any) -> Any:
-        drafts = propose(self, *args, **kwargs)
+def _differing_v1(original: Any) -> Any:
+    def _generate_drafts(self: Any, *args: Any) -> Any:
+        drafts, ends = original(self, *args)
         if get_tensor_model_parallel_rank() == 1:
-            if isinstance(drafts, torch.Tensor):
-                return 1 - drafts.clamp(max=1)
-            return [[*row[:-1], 1 - min(row[-1], 1)] if row else row for row in drafts]
-        return drafts
+            drafts = [[1 - min(token, 1) for token in row] for row in drafts]
+        return drafts, ends
 
-    return faulty
+    return _generate_drafts
+
+
+def _differing_v2(original: Any) -> Any:
+    def propose(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        drafts = original(self, *args, **kwargs)
+        return 1 - drafts.clamp(max=1) if get_tensor_model_parallel_rank() == 1 else drafts
+
+    return propose
