@@ -8,6 +8,7 @@ before the first draft (conditioned leaves: at every draft), one record per draf
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,24 @@ BLOCKED_TILE = 4096  # for larger leaves: many instances share a leaf
 MIN_BLOCK = 64
 BIAS_CHUNK, BIAS_ROWS, BIAS_BLOCK = 64, 16, 128  # of `token_bias`: a product of tiles takes 16 rows and more
 
-Arguments = dict[str, Any]  # of kernels, by name
+Arguments = dict[str, Any]  # of a kernel, by name
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The arguments of one call: B requests, K drafts, r components, V columns of a leaf, F inner sums."""
+
+    shape: tuple[int, int, int, int]  # B, K, r, V
+    unit: int  # strides of the leaf are multiples of it
+    leaf: Arguments  # logits [B, K, r, V] and their strides, in units
+    circuit: Arguments  # evidence [B, r], root [B, r], inner [B, F, r, r], the program and F
+    requests: Arguments  # slots [B], temperature [slots], seeds [slots], pos [B]
+    outputs: Arguments  # tokens and confidences [B, K], with the stride of a row
+    cache: Arguments  # conditionals [slots, K, V] or None, with the strides of a slot and of a draft
+    first: Tensor | None  # [B] int64, x_1
+    source: Tensor | None  # W1 [V, rank] of the bigram
+    target: Tensor | None  # W2 [K, rank, V] of the bigram, from this rank's first column on
+    draw: bool
 
 
 class Buffers(NamedTuple):
@@ -85,9 +103,9 @@ class Drafter:
         self.width = vocab_size if shard is None else shard.rows
         tile = TILE if self.one_launch else BLOCKED_TILE
         block = min(triton.next_power_of_2(self.width), max(MIN_BLOCK, tile // size))
-        self.sizes = {"R": size, "DEPTH": depth, "BLOCK": block}
+        self.sizes = {"R": size, "DEPTH": depth}
         self.num_blocks = triton.cdiv(self.width, block)
-        self.num_warps = 8 if size * block > BLOCKED_TILE else 4  # of kernels with a tile [R, BLOCK]
+        self.tile = {"R": size, "BLOCK": block, "num_warps": 8 if size * block > BLOCKED_TILE else 4}
         self.noise = {"NOISED_ARGMAX": noised_argmax, "USE_FP64": use_fp64}
 
     def __call__(
@@ -135,40 +153,73 @@ class Drafter:
         # whether all are multiples of 16 on the vocabulary alone: nothing is compiled again while serving
         strides = leaf.stride()[:3]
         unit = 16 if all(stride % 16 == 0 for stride in strides) else 1
-        arguments = {"leaf_ptr": leaf, "num_drafts": leaf.shape[1], "r": leaf.shape[2], "UNIT": unit, "DRAW": draw}
-        arguments |= dict(zip(("leaf_stride", "k_stride", "z_stride"), (x // unit for x in strides), strict=True))
-        arguments |= {"evidence_ptr": evidence.contiguous(), "root_ptr": root.contiguous()}
-        arguments |= {"inner_ptr": inner.contiguous(), "num_inner": inner.shape[1], "program_ptr": self.program}
-        arguments |= {"slot_ptr": slots, "temperature_ptr": temperature, "seed_ptr": seeds, "pos_ptr": pos}
-        arguments |= {"token_ptr": tokens, "token_stride": tokens.stride(0)}
-        arguments |= {"confidence_ptr": confidences, "confidence_stride": confidences.stride(0)}
-        arguments |= {**_cache_arguments(cache), **self.sizes, **self.noise}
         source = target = None
         if bigram is not None:
             source = bigram.source.contiguous()
             target = bigram.target if bigram.target.stride(2) == 1 else bigram.target.contiguous()
             target = target if self.shard is None else target[..., self.shard.start :]
-        k_stride, stride = (None, None) if target is None else target.stride()[:2]
-        arguments |= {"first_ptr": None if bigram is None else first, "source_ptr": source, "target_ptr": target}
-        arguments |= {"target_k_stride": k_stride, "target_stride": stride}
-        arguments["RANK"] = 0 if source is None else source.shape[1]
+        batch = Batch(
+            shape=(len(leaf), leaf.shape[1], leaf.shape[2], leaf.shape[3]),
+            unit=unit,
+            leaf={
+                "leaf_ptr": leaf,
+                "leaf_stride": strides[0] // unit,
+                "k_stride": strides[1] // unit,
+                "z_stride": strides[2] // unit,
+            },
+            circuit={
+                "evidence_ptr": evidence.contiguous(),
+                "root_ptr": root.contiguous(),
+                "inner_ptr": inner.contiguous(),
+                "program_ptr": self.program,
+                "num_inner": inner.shape[1],
+            },
+            requests={"slot_ptr": slots, "temperature_ptr": temperature, "seed_ptr": seeds, "pos_ptr": pos},
+            outputs={
+                "token_ptr": tokens,
+                "token_stride": tokens.stride(0),
+                "confidence_ptr": confidences,
+                "confidence_stride": confidences.stride(0),
+            },
+            cache=_cache_arguments(cache),
+            first=None if bigram is None else first,
+            source=source,
+            target=target,
+            draw=draw,
+        )
         if self.one_launch:
-            self._draft_rows(arguments)
+            self._draft_rows(batch)
         else:
-            self._draft_blocks(arguments)
+            self._draft_blocks(batch)
 
-    def _draft_rows(self, arguments: Arguments) -> None:
+    def _draft_rows(self, batch: Batch) -> None:
         """The path of one launch."""
-        num_reqs, *_, vocab_size = arguments["leaf_ptr"].shape
-        rank = arguments["RANK"]
-        _launch(
-            rows.draft_rows,
-            (num_reqs,),
-            arguments,
+        num_reqs, num_drafts, r, vocab_size = batch.shape
+        rank, strides = 0, (None, None)
+        if batch.source is not None and batch.target is not None:
+            rank, strides = batch.source.shape[1], batch.target.stride()[:2]
+        rows.draft_rows[(num_reqs,)](
+            **batch.leaf,
+            first_ptr=batch.first,
+            source_ptr=batch.source,
+            target_ptr=batch.target,
+            target_k_stride=strides[0],
+            target_stride=strides[1],
+            **batch.circuit,
+            **batch.requests,
+            **batch.outputs,
+            **batch.cache,
+            num_drafts=num_drafts,
+            r=r,
             vocab_size=vocab_size,
+            **self.noise,
+            DRAW=batch.draw,
+            **self.tile,
+            DEPTH=self.sizes["DEPTH"],
             BLOCKS=self.num_blocks,
-            CHUNK=min(triton.next_power_of_2(rank), max(1, TILE // 2 // self.sizes["BLOCK"])) if rank else 0,
-            num_warps=self.num_warps,
+            UNIT=batch.unit,
+            RANK=rank,
+            CHUNK=min(triton.next_power_of_2(rank), max(1, TILE // 2 // self.tile["BLOCK"])) if rank else 0,
             **REGISTERS,
         )
 
@@ -200,75 +251,132 @@ class Drafter:
             columns=buffer(batch, drafts, width, dtype=cache_dtype) if is_cached_apart else None,
         )
 
-    def _draft_blocks(self, arguments: Arguments) -> None:
+    def _draft_blocks(self, batch: Batch) -> None:
         """The path in blocks of the vocabulary."""
-        leaf, cache, shard, blocks = arguments["leaf_ptr"], arguments["cache_ptr"], self.shard, self.num_blocks
-        num_reqs, num_drafts, _, vocab_size = leaf.shape
+        num_reqs, num_drafts, r, vocab_size = batch.shape
+        shard, blocks, cache = self.shard, self.num_blocks, batch.cache["cache_ptr"]
         begin = None
         if shard is not None:
             vocab_size, begin = shard.stop - shard.start, shard.start
-        cache_dtype = None if cache is None else cache.dtype
-        held = self.buffers(num_reqs, num_drafts, leaf.device, cache_dtype, arguments["source_ptr"] is not None)
+        device, cache_dtype = batch.leaf["leaf_ptr"].device, None if cache is None else cache.dtype
+        held = self.buffers(num_reqs, num_drafts, device, cache_dtype, batch.source is not None)
+        bias = {"bias_ptr": held.bias, "bias_stride": 0 if held.bias is None else held.bias.shape[1]}
         leaves = held.norms.shape[1]  # normalised together
-        arguments |= {"vocab_size": vocab_size, "begin": begin, "num_blocks": blocks}
-        arguments |= {"bias_ptr": held.bias, "bias_stride": 0 if held.bias is None else held.bias.shape[1]}
-        arguments |= {"top_ptr": held.tops, "total_ptr": held.totals, "norm_ptr": held.norms, "state_ptr": held.state}
-        arguments["record_ptr"] = held.records
-        written = {} if held.columns is None else _cache_arguments(held.columns)
+        written = batch.cache if held.columns is None else _cache_arguments(held.columns)
+        shared = {"r": r, **self.sizes}
         for k in range(num_drafts):
             if held.bias is not None:
-                self._add_bias(arguments, k, held.bias)
+                self._add_bias(batch, k, held.bias, vocab_size)
             if k % leaves == 0:
-                grid, normalised = (blocks, leaves, num_reqs), {"num_drafts": leaves}
-                _launch(launches.leaf_blocks, grid, arguments, draft=k, num_warps=self.num_warps, **normalised)
-                chunk = max(1, BLOCKED_TILE // self.sizes["R"])
-                _launch(launches.start_rows, (leaves, num_reqs), arguments, CHUNK=chunk, START=k == 0, **normalised)
+                launches.leaf_blocks[(blocks, leaves, num_reqs)](
+                    **batch.leaf,
+                    **bias,
+                    draft=k,
+                    top_ptr=held.tops,
+                    total_ptr=held.totals,
+                    num_drafts=leaves,
+                    r=r,
+                    vocab_size=vocab_size,
+                    UNIT=batch.unit,
+                    **self.tile,
+                )
+                launches.start_rows[(leaves, num_reqs)](
+                    **batch.circuit,
+                    top_ptr=held.tops,
+                    total_ptr=held.totals,
+                    norm_ptr=held.norms,
+                    state_ptr=held.state,
+                    num_drafts=leaves,
+                    num_blocks=blocks,
+                    **shared,
+                    CHUNK=max(1, BLOCKED_TILE // self.sizes["R"]),
+                    START=k == 0,
+                )
                 norms = held.norms if shard is None else shard.normalisers(held.norms)
-            options = {**written, "norm_ptr": norms, "num_warps": self.num_warps}
-            _launch(launches.draft_blocks, (blocks, num_reqs), arguments, k=k, **options)
+            launches.draft_blocks[(blocks, num_reqs)](
+                **batch.leaf,
+                **bias,
+                norm_ptr=norms,
+                state_ptr=held.state,
+                **batch.requests,
+                **written,
+                record_ptr=held.records,
+                k=k,
+                num_drafts=num_drafts,
+                r=r,
+                vocab_size=vocab_size,
+                begin=begin,
+                **self.noise,
+                DRAW=batch.draw,
+                UNIT=batch.unit,
+                **self.tile,
+            )
             records, count = held.records, blocks
             if shard is not None:
-                records, count = shard.gather(self._nominate(arguments)), shard.size
-            options = {"record_ptr": records, "count": count, "COUNT": triton.next_power_of_2(count)}
-            _launch(launches.choose, (num_reqs,), arguments, k=k, **options)
-        if shard is not None and held.columns is not None:
-            columns = {"log_q_ptr": shard.gather(held.columns.flatten(1)), "width": held.columns.shape[2]}
-            grid, sizes = (
-                (blocks * shard.size, num_drafts, num_reqs),
-                {"rows": shard.rows, "vocab_size": cache.shape[2]},
+                records, count = shard.gather(self._nominate(records)), shard.size
+            launches.choose[(num_reqs,)](
+                record_ptr=records,
+                inner_ptr=batch.circuit["inner_ptr"],
+                program_ptr=self.program,
+                state_ptr=held.state,
+                slot_ptr=batch.requests["slot_ptr"],
+                temperature_ptr=batch.requests["temperature_ptr"],
+                **batch.outputs,
+                k=k,
+                num_drafts=num_drafts,
+                num_inner=batch.circuit["num_inner"],
+                count=count,
+                **shared,
+                DRAW=batch.draw,
+                COUNT=triton.next_power_of_2(count),
             )
-            _launch(launches.spread, grid, arguments, **columns, **sizes)
+        if shard is not None and held.columns is not None:
+            launches.spread[(blocks * shard.size, num_drafts, num_reqs)](
+                log_q_ptr=shard.gather(held.columns.flatten(1)),
+                slot_ptr=batch.requests["slot_ptr"],
+                **batch.cache,
+                num_drafts=num_drafts,
+                rows=shard.rows,
+                width=held.columns.shape[2],
+                vocab_size=cache.shape[2],
+                BLOCK=self.tile["BLOCK"],
+            )
 
-    def _nominate(self, arguments: Arguments) -> Tensor:
+    def _nominate(self, records: Tensor) -> Tensor:
         """This rank's record [B, RECORD + R] of a draft, from those of its blocks."""
-        blocks, num_reqs, size = arguments["record_ptr"].shape
-        nominee = arguments["record_ptr"].new_empty(num_reqs, size)
-        options = {"nominee_ptr": nominee, "BLOCKS": triton.next_power_of_2(blocks)}
-        _launch(launches.nominate, (num_reqs,), arguments, **options)
+        blocks, num_reqs, size = records.shape
+        nominee = records.new_empty(num_reqs, size)
+        launches.nominate[(num_reqs,)](
+            record_ptr=records,
+            nominee_ptr=nominee,
+            num_blocks=blocks,
+            R=self.sizes["R"],
+            BLOCKS=triton.next_power_of_2(blocks),
+        )
         return nominee
 
-    def _add_bias(self, arguments: Arguments, k: int, bias: Tensor) -> None:
+    def _add_bias(self, batch: Batch, k: int, bias: Tensor, vocab_size: int) -> None:
         """Write the bias of the token before draft k to `bias` [B, width]."""
-        before = arguments["first_ptr"] if k == 0 else arguments["token_ptr"][:, k - 1]
-        (num_reqs, width), rank = bias.shape, arguments["RANK"]
-        _launch(
-            token_bias,
-            (triton.cdiv(num_reqs, BIAS_ROWS), triton.cdiv(width, BIAS_BLOCK)),
-            arguments,
+        assert batch.first is not None and batch.source is not None and batch.target is not None
+        before = batch.first if k == 0 else batch.outputs["token_ptr"][:, k - 1]
+        (num_reqs, width), rank = bias.shape, batch.source.shape[1]
+        token_bias[(triton.cdiv(num_reqs, BIAS_ROWS), triton.cdiv(width, BIAS_BLOCK))](
             before_ptr=before,
             before_stride=before.stride(0),
+            source_ptr=batch.source,
+            target_ptr=batch.target,
+            target_k_stride=batch.target.stride(0),
+            target_stride=batch.target.stride(1),
+            bias_ptr=bias,
             width=width,
             k=k,
             batch=num_reqs,
+            vocab_size=vocab_size,
+            RANK=rank,
             CHUNK=min(BIAS_CHUNK, max(16, triton.next_power_of_2(rank))),
             ROWS=BIAS_ROWS,
             BLOCK=BIAS_BLOCK,
         )
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], arguments: Arguments, **others: Any) -> None:
-    """Launch a kernel with those of `arguments` that it takes, and with all others, which come first."""
-    kernel[grid](**{name: value for name, value in arguments.items() if name in kernel.arg_names} | others)
 
 
 def _cache_arguments(cache: Tensor | None) -> Arguments:
