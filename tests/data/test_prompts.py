@@ -9,7 +9,7 @@ import pytest
 
 from vllm_mtpc import demo
 from vllm_mtpc.data.prompts import load, spread
-from vllm_mtpc.errors import MtpcError, UsageError
+from vllm_mtpc.errors import UsageError
 
 TARGET = str(demo.path("target"))
 
@@ -56,15 +56,20 @@ def test_demo_has_prompts() -> None:
     assert len(found) == 4 and all("def " in text or "class " in text for text in found)
 
 
-def test_data_without_prompts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="none of 1 to 3 tokens"):
-        loaded([write(tmp_path / "d.jsonl", {"prompt": "longer than three"})], longest=3)
-    with pytest.raises(UsageError, match="jsonl:1: keys other"):
-        loaded([write(tmp_path / "d.jsonl", {"other": 1})])
-    with pytest.raises(UsageError, match="needs a turn with text"):
-        loaded([write(tmp_path / "d.jsonl", {"messages": [{"role": "assistant", "content": "x"}]})])
-    with pytest.raises(MtpcError, match="no such file"):
-        loaded([str(tmp_path / "none.txt")])
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prompt": "longer than three"}, "none of 1 to 3 tokens"),
+        ({"other": 1}, "jsonl:1: keys other"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "needs a turn with text"),
+        (None, "no such file"),
+    ],
+)
+def test_data_without_prompts_is_refused(tmp_path: Path, record: dict | None, message: str) -> None:
+    if record:
+        write(tmp_path / "d.jsonl", record)
+    with pytest.raises(UsageError, match=message):
+        loaded([tmp_path / "d.jsonl"], longest=3)
 
 
 def test_spec_bench_prompts_are_read(shared_dir: Path) -> None:

@@ -14,7 +14,9 @@ import torch
 
 from tests.support import enumeration
 from vllm_mtpc.circuits import CircuitParams
+from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads import build_head
+from vllm_mtpc.heads.base import Head
 from vllm_mtpc.train.losses import chunk_size, step_loss, window_loss
 from vllm_mtpc.train.options import TrainOptions
 
@@ -38,6 +40,13 @@ def options(circuit: str, **changes) -> TrainOptions:
     r = 1 if circuit == "ff" else R
     values = {"beta": 0.0, "acceptance": 0.0, "train_first": True} | changes
     return TrainOptions(target="t", data=["d"], out="o", circuit=circuit, window=N, components=r, **values)
+
+
+def head_of(o: TrainOptions) -> Head:
+    sizes = {"model_type": "llama", "vocab_size": V, "hidden_size": 8}
+    names = {"circuit": o.circuit, "window": N, "num_components": o.num_components}
+    torch.manual_seed(0)
+    return build_head(HeadConfig.create(**names, target=sizes, verifier="../target"))
 
 
 def logits_of(name: str) -> list[torch.Tensor]:
@@ -88,11 +97,8 @@ def base_term(q: np.ndarray, p: np.ndarray, token: int, o: TrainOptions) -> floa
 @pytest.mark.parametrize("circuit", enumeration.CIRCUITS)
 @pytest.mark.parametrize("case", CASES)
 def test_loss_equals_enumeration(circuit, case):
-    o, params, distribution = (
-        options(circuit, **CASES[case]),
-        params_of(circuit, logits_of(circuit)),
-        target_distribution(),
-    )
+    o, params = options(circuit, **CASES[case]), params_of(circuit, logits_of(circuit))
+    distribution = target_distribution()
     given = distribution if o.needs_distribution else None
     loss = window_loss(enumeration.make(circuit, N, R), params, TOKENS, given, o, COUNTS)
     # 1e-7: without the target's distribution everything is float64; the posterior of a mixture is clamped at 1e-38
@@ -130,8 +136,7 @@ def test_chunks_give_the_same_loss_and_gradient(case):
     hidden, distribution = torch.randn(B, 8, generator=generator), target_distribution().float()
     for chunk in (None, 2, 1):
         o = options("hmm", chunk_windows=chunk, **CASES[case])
-        torch.manual_seed(0)
-        head = build_head(head_config(o))
+        head = head_of(o)
         loss = step_loss(head, hidden.__getitem__, TOKENS, COUNTS, lambda piece: distribution[piece], o)
         loss.backward()
         losses.append(loss.item())
@@ -146,8 +151,7 @@ def test_bf16_casts_only_the_products_of_the_head():
     found = {}
     for precision in ("float32", "bf16"):
         o = options("btree", precision=precision)
-        torch.manual_seed(0)
-        head = build_head(head_config(o))
+        head = head_of(o)
         with torch.no_grad():
             head.leaf_weight.normal_()
         seen = []
@@ -164,18 +168,9 @@ def test_bf16_casts_only_the_products_of_the_head():
 
 def test_distribution_is_asked_for_only_where_it_is_needed():
     o = options("cp")
-    head = build_head(head_config(o))
+    head = head_of(o)
 
     def refuse(piece: slice) -> torch.Tensor:
         raise AssertionError("the likelihood of the text needs no distribution of the target")
 
     assert step_loss(head, torch.randn(B, 8).__getitem__, TOKENS, COUNTS, refuse, o).isfinite()
-
-
-def head_config(o: TrainOptions):
-    from vllm_mtpc.config.mtpc_config import HeadConfig
-
-    sizes = {"model_type": "llama", "vocab_size": V, "hidden_size": 8}
-    return HeadConfig.create(
-        circuit=o.circuit, window=N, num_components=o.num_components, target=sizes, verifier="../target"
-    )

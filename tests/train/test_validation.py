@@ -14,9 +14,8 @@ from vllm_mtpc.train.trainer import held_out_prompts
 
 def test_results_use_the_rule_of_their_temperature(tiny_target, tmp_path):
     """Against the mean over all positions, written out: `anywhere` weights them alike."""
-    options = options_for(
-        tiny_target, tmp_path, evaluation_sequences=6, evaluation_prompt_tokens=4, evaluation_tokens=20, dtype="float32"
-    )
+    few = {"evaluation_sequences": 6, "evaluation_prompt_tokens": 4, "evaluation_tokens": 20}
+    options = options_for(tiny_target, tmp_path, dtype="float32", **few)
     trainer = CircuitTrainer(options, tiny_target)
     trainer.save({}, {"steps": 0})
     samples = trainer.continuations(held_out_prompts(options, tiny_target, random_documents()))
@@ -24,10 +23,9 @@ def test_results_use_the_rule_of_their_temperature(tiny_target, tmp_path):
     values = {}
     for name, some in samples.items():
         total = []
-        for text, hidden, first, last in zip(
-            some.tokens, some.hidden, some.prompt_lengths - 1, some.lengths - 3, strict=True
-        ):
-            for t in range(int(first), int(last) + 1):
+        ends = some.prompt_lengths - 1, some.lengths - 2
+        for text, hidden, first, last in zip(some.tokens, some.hidden, *ends, strict=True):
+            for t in range(int(first), int(last)):
                 at = torch.arange(t, t + options.window)
                 sampling = Sampling(0.0 if name == "t0" else 1.0)
                 kept = acceptance(trainer.head, tiny_target, hidden[at][None], text[at + 1][None], sampling)
@@ -44,11 +42,8 @@ def test_results_use_the_rule_of_their_temperature(tiny_target, tmp_path):
 )
 def test_default_evaluation_ends_within_its_seconds(tiny_target, tmp_path, monkeypatch, asked, seconds, measured):
     """A text takes half a second by this clock."""
-    trainer, now, found = (
-        CircuitTrainer(options_for(tiny_target, tmp_path, evaluation_sequences=asked), tiny_target),
-        [0.0],
-        [],
-    )
+    trainer = CircuitTrainer(options_for(tiny_target, tmp_path, evaluation_sequences=asked), tiny_target)
+    now, found = [0.0], []
 
     def measure(texts):
         now[0] += len(texts) / 2

@@ -198,8 +198,6 @@ def _file_records(path: Path, most_bytes: int | None) -> Iterator[Source]:
                     raise ValueError("it holds zero bytes; token files must be named .bin")
                 record["text"] = record["text"][:most_bytes]
             yield Source(origin, record)
-    except MtpcError:
-        raise
     except ValueError as error:  # of datasets, pyarrow and UTF-8
         form = "text in UTF-8" if builder == "text" else f"records of one form, {FORMS}"
         raise UsageError(f"{origin}: cannot be read ({first_line(error)}); expected is {form}") from None
