@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -76,24 +75,6 @@ def make_trainer(options: TrainOptions, target: Target, documents: Documents | N
     trainer = options.trainer(options, target, Accelerator(cpu=True))
     trainer.setup_data(rows)
     trainer.setup_optimizer()
-    return trainer
-
-
-def save_every(trainer: Trainer, steps: int) -> Trainer:
-    """Make the trainer save its state every `steps` steps in place of minutes."""
-    trainer.stopping.due = lambda: trainer.step % steps == 0
-    return trainer
-
-
-def end_after(trainer: Trainer, steps: int) -> Trainer:
-    """Make the trainer save its state and end after `steps` steps, as a signal does."""
-    update = trainer.train_step
-
-    def train_step(*args, **kwargs):
-        trainer.stopping._received = signal.SIGTERM if trainer.step + 1 == steps else 0
-        return update(*args, **kwargs)
-
-    trainer.train_step = train_step
     return trainer
 
 

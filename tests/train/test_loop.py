@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.training import losses, make_trainer, options_for, random_documents, save_every
+from tests.support.training import losses, make_trainer, options_for, random_documents
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.train import state
 from vllm_mtpc.train.trainer import METRICS_FILE, Trainer, learning_rate, read_metrics
@@ -19,6 +19,12 @@ from vllm_mtpc.train.trainer import METRICS_FILE, Trainer, learning_rate, read_m
 def run(options, target, documents=None) -> Trainer:
     trainer = make_trainer(options, target, documents)
     trainer.train()
+    return trainer
+
+
+def save_every(trainer: Trainer, steps: int) -> Trainer:
+    """Make the trainer save its state every `steps` steps in place of minutes."""
+    trainer.stopping.due = lambda: trainer.step % steps == 0
     return trainer
 
 

@@ -14,7 +14,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -387,10 +387,8 @@ def serve_line(out: object, needs_v2: bool) -> str:
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
     """Return the lines of a metrics file, without an incomplete last line."""
-    lines = []
-    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
-        try:
+    lines: list[dict[str, Any]] = []
+    with suppress(FileNotFoundError, ValueError):
+        for line in file.read_text(encoding="utf-8").splitlines():
             lines.append(json.loads(line))
-        except ValueError:
-            break
     return lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from tests.support import training
-from tests.support.training import end_after, losses, random_documents
+from tests.support.training import losses, random_documents
 from vllm_mtpc.data.rows import pack
 from vllm_mtpc.heads.ptp.distribution import conditional, edges, u_inside
 from vllm_mtpc.hf import Target
@@ -67,6 +68,18 @@ def test_ptp_training_learns_and_repeats(tiny_target: Target, tmp_path: Path, ca
     assert loss == losses(tmp_path / "b")
     assert found[0].keys() == found[1].keys() and all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     assert all(1 <= line["tokens_per_step"] <= 4 for line in read_metrics(tmp_path / "a" / "metrics.jsonl"))
+
+
+def end_after(trainer: PtpTrainer, steps: int) -> PtpTrainer:
+    """Make the trainer save its state and end after `steps` steps, as a signal does."""
+    update = trainer.train_step
+
+    def train_step(*args, **kwargs):
+        trainer.stopping._received = signal.SIGTERM if trainer.step + 1 == steps else 0
+        return update(*args, **kwargs)
+
+    trainer.train_step = train_step
+    return trainer
 
 
 @pytest.mark.parametrize("case", ["ce", "own c-ptp"])
