@@ -161,18 +161,19 @@ def test_measure_agrees_with_a_simulated_server(temperature, drafts):
     assert len(measured.per_position) == drafts
 
 
-def test_an_ended_text_starts_no_step():
+def test_an_ended_text_starts_no_step(monkeypatch):
     """Contexts: positions from the prompt's end on, up to the one whose x_1 stands before the last token."""
     head, target = tiny_head("cp"), TableTarget()
     whole = target.write(rows=2, length=20, greedy=False)
     tokens = whole.tokens.clone()
     tokens[1, 2 + 6 + N - 1 :] = -1  # the second text ends after 6 new tokens; N - 1 later tokens are known
     samples = Samples(tokens, whole.hidden, whole.prompt_lengths, torch.tensor([2 + 20 - N + 1, 2 + 6]))
-    contexts = evaluate.collect(head, target, samples, Sampling(1.0), batch=3)
+    contexts = evaluate.collect(head, target, samples, Sampling(1.0))
     assert contexts.valid.sum(1).tolist() == [20 - N, 5]
     short = Samples(tokens[:, :8], whole.hidden[:, :7], whole.prompt_lengths, torch.tensor([8, 8]))  # ends there
     assert evaluate.collect(head, target, short, Sampling(1.0)).valid.sum(1).tolist() == [6 - N + 1] * 2
-    other = evaluate.collect(head, target, samples, Sampling(1.0), batch=1000)
+    monkeypatch.setattr(evaluate, "BATCH_ELEMENTS", 150)  # three contexts
+    other = evaluate.collect(head, target, samples, Sampling(1.0))
     torch.testing.assert_close(contexts.text, other.text, atol=1e-6, rtol=1e-5)  # sums in another order
 
 

@@ -64,19 +64,14 @@ def along_text(head: nn.Module, hidden: Tensor, tokens: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def collect(
-    head: nn.Module,
-    target: Target,
-    samples: Samples,
-    sampling: Sampling,
-    num_drafts: int | None = None,
-    batch: int | None = None,
+    head: nn.Module, target: Target, samples: Samples, sampling: Sampling, num_drafts: int | None = None
 ) -> Contexts:
     """Compute the acceptance at every position where a server may start a step (``Samples.starts``)."""
     m = 1 + check_drafts(head.circuit.window, num_drafts, head.circuit.window - 1)  # positions a step looks at
     first, count = samples.starts(m - 1)
     valid = torch.arange(int(count.max())) < count[:, None]  # [S, T]
     rows, columns = valid.nonzero(as_tuple=True)
-    batch = batch or max(1, min(1024, BATCH_ELEMENTS // (m * head.circuit.num_components * target.vocab_size)))
+    batch = max(1, min(1024, BATCH_ELEMENTS // (m * head.circuit.num_components * target.vocab_size)))
     pieces = []
     for row, position in zip(rows.split(batch), (first[rows] + columns).split(batch), strict=True):
         at = position[:, None] + torch.arange(m)

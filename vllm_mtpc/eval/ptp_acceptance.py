@@ -9,7 +9,7 @@ A window at position t (visible: tokens up to t) drafts x_2..x_(1+K), tokens t +
 o-ptp and the independent baseline: the argmax of rows 1..K. c-ptp: Pick(u, P), P the distributions of rows 0..K - 1
 (greedy: argmax). late: see `vllm_mtpc.heads.ptp.distribution`. The step accepts the leading drafts that equal the text.
 
-Steps follow each other through each continuation; tokens/step is the number of tokens divided by that of steps:
+Steps follow each other through each continuation (`vllm_mtpc.eval.metrics`):
 
     merged pass   window at t; the next step is at t + 1 + accepted; every group of rows long enough (ideal)
     two passes    window at t + 1, after x_1, whose row gives x_2 exactly; the student drafts the K - 1 tokens after it
