@@ -87,7 +87,7 @@ def ratio(numerator: Tensor, denominator: Tensor) -> tuple[float, float]:
     return value, spread * math.sqrt(len(residual)) / denominator.sum().item()
 
 
-def shown_tokens(metrics: Any) -> str:
+def shown_tokens(metrics: StepMetrics) -> str:
     """Format tokens/step with its standard error."""
     return f"{metrics.tokens_per_step:.3f} ± {metrics.standard_error:.3f}"
 
