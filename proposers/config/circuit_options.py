@@ -235,10 +235,7 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
                 "its layers share the target's KV cache: allowed head_dtype: auto; given: "
                 f"{self.head_dtype}; remove head_dtype",
             ),
-            (
-                bool(uneven),
-                f"with {', '.join(uneven)}, which tensor_parallel_size={ranks} does not divide; lower it",
-            ),
+            (bool(uneven), f"with {', '.join(uneven)}, which tensor_parallel_size={ranks} does not divide; lower it"),
         ):
             if is_bad:
                 raise ServeConfigError(f"speculative_config: head {self.model} has a backbone: {reason}")

@@ -42,8 +42,7 @@ def check_request(params: Any, limit: int) -> None:
             continue
         if name != DRAFTS:
             raise VLLMValidationError(
-                f"vllm_xargs: {name!r} is not known; allowed: {DRAFTS!r}; remove it",
-                parameter="vllm_xargs",
+                f"vllm_xargs: {name!r} is not known; allowed: {DRAFTS!r}; remove it", parameter="vllm_xargs"
             )
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= limit:
             raise VLLMValidationError(

@@ -1,7 +1,7 @@
 """Counts of steps and pruned drafts, from the worker to the front end, and the comparison of ranks' drafts.
 
-The output of a step carries the counts to the scheduler (patches/scheduler.py), which adds the number of steps and
-appends them to vLLM's own counts of speculative decoding. patches/metrics.py logs and exports both.
+On V1 the output of a step carries the pruned drafts to the scheduler; on V2 the scheduler computes them. It adds the
+number of steps and appends all to vLLM's own counts (patches/scheduler.py). patches/metrics.py logs and exports both.
 """
 
 from __future__ import annotations
@@ -54,22 +54,18 @@ def count_by_class(requests: Mapping[str, Any], verified: Mapping[str, Any], out
     return counts
 
 
-def watch_speculator(speculator: Any) -> None:
-    """Count the drafts that the schedule prunes of a V2 speculator in `speculator.pruned`; compare ranks if asked."""
-    most, propose, is_checked = speculator.num_speculative_steps, speculator.propose, is_on(DEBUG, "0")
-    speculator.pruned = Counter[str]()
+def check_speculator(speculator: Any) -> None:
+    """Compare the drafts of a V2 speculator over ranks in every step, if MTPC_DEBUG is set."""
+    propose = speculator.propose
 
-    def watched(input_batch: Any, *args: Any, **given: Any) -> Any:
-        drafts = propose(input_batch, *args, **given)
-        if not given.get("dummy_run"):
-            count = given.get("num_speculative_tokens")
-            count = most if count is None else count
-            speculator.pruned["schedule"] += (most - count) * input_batch.num_reqs
-            if is_checked and count:
-                check_ranks(drafts[:, :count].tolist())
+    def checked(input_batch: Any, *args: Any, **given: Any) -> Any:
+        drafts, count = propose(input_batch, *args, **given), given.get("num_speculative_tokens")
+        if not given.get("dummy_run") and count != 0:
+            check_ranks(drafts[:, :count].tolist())
         return drafts
 
-    speculator.propose = watched
+    if is_on(DEBUG, "0"):
+        speculator.propose = checked
 
 
 def attach_counts(output: Any, drafter: Any) -> Any:

@@ -83,12 +83,15 @@ class HeadScheduler(Scheduler):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Add the number of steps and the pruned drafts to the statistics for the front end."""
-        pruned = getattr(model_runner_output, PRUNED, None)
+        pruned, is_idle = getattr(model_runner_output, PRUNED, None), getattr(model_runner_output, IDLE, False)
+        if self.use_v2_model_runner and not is_idle and model_runner_output.req_ids:  # V1 plans drafts in the worker
+            without = self.num_spec_tokens - scheduler_output.num_spec_tokens_to_schedule
+            pruned = {"schedule": without * len(model_runner_output.req_ids)}
         counts: dict[str, int] = {}
         if pruned is not None and self.log_stats:  # before vLLM removes requests that end
             counts = count_by_class(self.requests, scheduler_output.scheduled_spec_decode_tokens, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if getattr(model_runner_output, IDLE, False):
+        if is_idle:
             self.dynamic_sd_lookup, self.verifies_forbidden = [0] * (1 + self.max_num_running_reqs), False
         if pruned is None or not self.log_stats:
             return outputs

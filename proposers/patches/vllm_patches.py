@@ -49,9 +49,7 @@ def maybe_override_with_speculators(original: Callable[..., Any], *args: Any, **
 
 
 @patch(
-    ARG_UTILS,
-    "EngineArgs.create_speculative_config",
-    needs=("self", "target_model_config", "target_parallel_config"),
+    ARG_UTILS, "EngineArgs.create_speculative_config", needs=("self", "target_model_config", "target_parallel_config")
 )
 def create_speculative_config(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Build our config class for our methods, and for a head that the target bundles."""

@@ -17,12 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm.distributed import tensor_model_parallel_all_reduce
-from vllm.model_executor.layers.linear import (
-    ColumnParallelLinear,
-    LinearBase,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
+from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, QKVParallelLinear, RowParallelLinear
 
 from vllm_mtpc.errors import CheckpointError
 
@@ -75,12 +70,7 @@ class GatedLinear(nn.Module):
 
 
 def adapt_linear(
-    name: str,
-    base: LinearBase,
-    lora: dict[str, Tensor],
-    packed: Mapping[str, Sequence[str]],
-    scale: float,
-    gate: Gate,
+    name: str, base: LinearBase, lora: dict[str, Tensor], packed: Mapping[str, Sequence[str]], scale: float, gate: Gate
 ) -> nn.Module:
     """Return `base` with its adapters, or `base` itself if it has none.
 

@@ -25,7 +25,7 @@ from vllm.v1.worker.gpu.model_runner import init_speculator as vllm_init_specula
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_mtpc.proposers.heads import ranks
-from vllm_mtpc.proposers.heads.counts import attach_counts, watch_speculator
+from vllm_mtpc.proposers.heads.counts import attach_counts, check_speculator
 from vllm_mtpc.proposers.v2.structured_requests import StructuredRequests
 
 GUARDED = ("load_model", "propose", "init_cudagraph_manager", "capture")
@@ -155,7 +155,7 @@ class HeadModelRunner(GPUModelRunner):
         if self.speculator is not None and self.speculative_config.is_bundled:
             unguard(self)
         if self.speculator is not None and not isinstance(self.speculator, IdleSpeculator):
-            watch_speculator(self.speculator)
+            check_speculator(self.speculator)
 
     def add_requests(self, scheduler_output: Any) -> None:
         """Register also the requests whose drafts are masked with a grammar."""
@@ -164,7 +164,7 @@ class HeadModelRunner(GPUModelRunner):
             structured.add(scheduler_output.scheduled_new_reqs)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Return the step's output with the counts of pruned drafts, which reach the scheduler on Ray as well."""
+        """Return the step's output, with the note that nothing drafts where a bundled head has failed."""
         return attach_counts(super().sample_tokens(grammar_output), self.speculator)
 
     def prepare_inputs(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:

@@ -153,7 +153,7 @@ def test_the_scheduler_plans_no_drafts_from_then_on() -> None:
 
     one = object.__new__(derived(HeadScheduler, Vllm))
     one.dynamic_sd_lookup, one.max_num_running_reqs, one.log_stats = None, 8, True
-    one.verifies_forbidden = True
+    one.verifies_forbidden, one.use_v2_model_runner = True, False
     one.update_from_output(None, SimpleNamespace())
     assert one.dynamic_sd_lookup is None
     one.update_from_output(None, SimpleNamespace(**{counts.IDLE: True}))

@@ -32,20 +32,6 @@ def _registered() -> None:
     patch.apply(*vllm_patches.WITH_HEAD)
 
 
-def test_what_the_schedule_cuts_is_counted() -> None:
-    speculator = SimpleNamespace(device=CPU, num_speculative_steps=3, propose=lambda *args, **kwargs: "drafts")
-    counts.watch_speculator(speculator)
-    batch = SimpleNamespace(num_reqs=4)
-    assert speculator.propose(batch, dummy_run=True) == speculator.propose(batch, num_speculative_tokens=0) == "drafts"
-    assert speculator.pruned == {"schedule": 12}  # of four requests, not of the dummy run
-    output = SimpleNamespace(req_ids=["a"])
-    assert getattr(counts.attach_counts(output, speculator), counts.PRUNED) == {"schedule": 12}
-    assert not speculator.pruned  # taken once
-    speculator.propose(batch, num_speculative_tokens=2)
-    speculator.propose(batch)
-    assert speculator.pruned == {"schedule": 4}
-
-
 def test_ranks_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def propose(is_on: str, other: list[list[int]]) -> None:
         """Draft on the first of two ranks; the other drafts `other`."""
@@ -60,7 +46,7 @@ def test_ranks_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(DEBUG, is_on)
         drafts = torch.tensor([[1, 2, 9], [3, 4, 9]])  # the last column is stale
         speculator = SimpleNamespace(device=CPU, num_speculative_steps=3, propose=lambda *args, **kwargs: drafts)
-        counts.watch_speculator(speculator)
+        counts.check_speculator(speculator)
         assert speculator.propose(SimpleNamespace(num_reqs=2), num_speculative_tokens=2) is drafts
 
     propose("1", [[1, 2], [3, 4]])
@@ -80,6 +66,7 @@ def scheduler_that(answers: list[dict[int, Any]]) -> HeadScheduler:
 
     made = object.__new__(derived(HeadScheduler, Answering))
     made.log_stats, made.num_spec_tokens, made.drafts_asked, made.requests = True, 3, {}, {}
+    made.use_v2_model_runner = False
     return made
 
 
@@ -96,6 +83,11 @@ def test_counts_go_with_every_step() -> None:
     made = plain.scheduler_stats.spec_decoding_stats
     assert +counts.read_counts(made) == {"steps": 2, "confidence": 2}
     assert (made.num_drafts, made.num_spec_tokens) == (0, 3)
+    scheduler = scheduler_that([{0: sent(stats := SpecDecodingStats.new(3))}])
+    scheduler.use_v2_model_runner = True  # the scheduler knows how many drafts the schedule has pruned
+    step = SimpleNamespace(scheduled_spec_decode_tokens={}, num_spec_tokens_to_schedule=1)
+    scheduler.update_from_output(step, SimpleNamespace(req_ids="abc", sampled_token_ids=[[5], [], [7, 8]]))
+    assert +counts.read_counts(stats) == {"steps": 2, "schedule": 6}
     answer = {0: sent(None)}  # a step without a head
     scheduler_that([answer]).update_from_output(None, SimpleNamespace())
     assert answer[0].scheduler_stats.spec_decoding_stats is None

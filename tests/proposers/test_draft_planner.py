@@ -189,15 +189,11 @@ def test_losing_plan_is_dropped_soon() -> None:
     assert all(plans[:4]) and plans.count(0) >= 20  # a few more drafted steps, some of them tries
 
 
-def test_new_batch_size_starts_with_costs_of_others() -> None:
-    """On a slow machine with an expensive head no draft of the new size is needed to know its cost."""
-    planner = DraftPlanner(np.full((2, 7), 0.5), 0.1)
-    measure(planner, 1, machine(0.001, 0.05))
-    assert planner._find_best(0, 12, 7).drafts == 0
-
-
 def test_new_batch_size_takes_costs_of_the_nearest() -> None:
-    """Of batches that are drawn as it is, however much nearer in size greedy ones are; then of the nearest size."""
+    """Of sampled batches for a sampled one, even if greedy ones are nearer in size; then of the nearest size."""
+    planner = DraftPlanner(np.full((2, 7), 0.5), 0.1)
+    measure(planner, 1, machine(0.001, 0.05))  # a slow machine, an expensive head: no draft of 12 is needed
+    assert planner._find_best(0, 12, 7).drafts == 0
     planner = DraftPlanner(np.full((2, 7), 0.5), 0.1)
     for batch, is_drawn, seconds in ((4, True, 0.01), (64, True, 0.1), (8, False, 1.0)):
         costs = planner._costs_for(batch, is_drawn)

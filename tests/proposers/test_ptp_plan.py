@@ -47,13 +47,6 @@ def test_plan_keeps_to_max_aux_rows(variant: str, drafts: int, seqs: int, rows: 
             assert len(bucket.sizes) == drafts + 1
 
 
-def test_large_batches_draft_less() -> None:
-    plan = merged_plan(head("o-ptp"), 7, 64, 64)
-    rows = [plan.bucket(size).rows for size in (1, 4, 16)]
-    assert rows == sorted(rows, reverse=True) and rows[0] > rows[-1]
-    assert plan.bucket(64) is None  # one row a request drafts nothing
-
-
 def test_blocks_hold_the_longest_group() -> None:
     plan = Plan((Bucket(2, (5, 0, 3)),), leading=1)
     assert plan.max_groups == 4 and plan.max_group_rows == 6

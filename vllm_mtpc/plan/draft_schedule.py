@@ -42,9 +42,11 @@ def default_schedule(
         num_drafts: the largest K.
         load: see `relative_load`.
     """
-    accepted = [cumulative_acceptance(one, num_drafts) for one in measured or [()]]
     batches = range(1, LARGEST + 1)
-    return merge_ranges([_cpu_drafts(accepted, n, load) if is_cpu else _gpu_drafts(num_drafts, n) for n in batches])
+    if not is_cpu:
+        return merge_ranges([_gpu_drafts(num_drafts, batch) for batch in batches])
+    accepted = [cumulative_acceptance(one, num_drafts) for one in measured or [()]]
+    return merge_ranges([_cpu_drafts(accepted, batch, load) for batch in batches])
 
 
 def expand_schedule(ranges: Schedule | None, max_num_seqs: int, num_drafts: int) -> list[int]:
@@ -68,21 +70,17 @@ def relative_load(head: HeadConfig, target: Any) -> float:
     """Return the multiplications of a circuit head for one draft, divided by those of the target for one row."""
     width, depth = head.hidden_size, getattr(target, "num_hidden_layers", 1)
     layer = 4 * width**2 + 3 * width * getattr(target, "intermediate_size", 4 * width)
-    return (leaf_products(head) + layer_products(head)) / (depth * layer + head.vocab_size * width)
+    products = leaf_products(head)
+    if head.head == "backbone":
+        attention = 2 * (head.backbone_heads + head.backbone_kv_heads) * head.backbone_head_dim
+        products += head.backbone_layers * width * (attention + 3 * head.backbone_width)
+    return products / (depth * layer + head.vocab_size * width)
 
 
 def leaf_products(head: HeadConfig) -> int:
     """Return the multiplications of a head's leaves for one draft: r unembeddings, or one and r low-rank terms."""
     r, rank, row = head.num_components, head.component_rank or 0, head.vocab_size * head.hidden_size
     return row + r * rank * (head.hidden_size + head.vocab_size) if rank else r * row
-
-
-def layer_products(head: HeadConfig) -> int:
-    """Return the multiplications of the layers of a head's backbone for one query."""
-    if head.head != "backbone":
-        return 0
-    attention = 2 * (head.backbone_heads + head.backbone_kv_heads) * head.backbone_head_dim
-    return head.backbone_layers * head.hidden_size * (attention + 3 * head.backbone_width)
 
 
 def merge_ranges(per_batch: Sequence[int]) -> Schedule:

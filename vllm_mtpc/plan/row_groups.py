@@ -116,11 +116,7 @@ def two_pass_plan(head: PtpConfig, num_drafts: int, max_num_seqs: int, max_aux_r
 
 
 def merged_plan(
-    head: PtpConfig,
-    num_drafts: int,
-    max_num_seqs: int,
-    max_aux_rows: int,
-    rows_per_request: int | None = None,
+    head: PtpConfig, num_drafts: int, max_num_seqs: int, max_aux_rows: int, rows_per_request: int | None = None
 ) -> Plan:
     """Return the plan of the merged pass for batches of 1, 2, 4, 8, ... from the head's measured acceptance.
 
