@@ -332,14 +332,13 @@ def check_head(folder: Path, head: AnyHeadConfig, given: Mapping[str, Any], targ
     if copies > 1 and _target_class_has(target, "get_mtp_target_hidden_states"):
         raise ServeConfigError(
             f"speculative_config: target {target.model} returns hidden states of {copies} x {head.hidden_size} "
-            f"numbers, the copies of its residual stream; head {folder} reads hidden_size={head.hidden_size}: allowed "
-            "are targets that return the output of their final norm; drop speculative_config"
+            f"numbers, head {folder} reads hidden_size={head.hidden_size}; drop speculative_config"
         )
     drafts, most = given.get("num_speculative_tokens"), head.window - 1
     if drafts is not None and not (isinstance(drafts, int) and 1 <= drafts <= most):
         raise ServeConfigError(
-            f"speculative_config: num_speculative_tokens={drafts}; head {folder} has window={head.window} and its "
-            f"first token is the target's own, so allowed are 1 to {most}; lower it or leave it out"
+            f"speculative_config: num_speculative_tokens={drafts}; head {folder} has window={head.window}: allowed are "
+            f"1 to {most}; lower it or leave it out"
         )
 
 
