@@ -257,7 +257,9 @@ def test_run_is_resumed_after_a_full_disk(tmp_path, target, engine, monkeypatch)
     with monkeypatch.context() as patch:
         FullDisk.room = 500  # a wave of two lines and a part of the next
         patch.setattr(module, "open", limited, raising=False)
-        with pytest.raises(UsageError, match=r"\(the disk is full\); the 2 responses in it are whole") as refused:
+        with pytest.raises(
+            UsageError, match=r"\(No space left on device\); the 2 responses in it are whole"
+        ) as refused:
             regenerate(how)
     assert "\n" not in str(refused.value)
     assert len(lines(how.out)) == 2 and how.out.read_bytes().endswith(b"\n")
