@@ -84,9 +84,7 @@ ENDS = list(range(1, len(TEXT)))
 
 
 @pytest.mark.parametrize("layout", drafters.LAYOUTS)
-def test_drafts_and_distributions_equal_the_drafters(
-    tmp_path: Path, place: Path, target: Target, layout: str, capsys
-) -> None:
+def test_drafts_and_distributions_equal_the_drafters(tmp_path, place, target, layout, capsys) -> None:
     source = drafter(tmp_path / "drafter", target, layout)
     config, head = convert(source, place, tmp_path / "head")
     printed, anchor = capsys.readouterr().out, "dspark" in layout
