@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -50,7 +50,7 @@ class PtpConfig(AnyHeadConfig):
     )
     lora_rank: int = Field(ge=1, le=MAX_HIDDEN_SIZE, description="r of the adapters of every layer of the target.")
     lora_alpha: float = Field(gt=0, allow_inf_nan=False, description="The adapters' update is alpha / r * B A.")
-    accepted: list[float] | None = Field(
+    accepted: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] | None = Field(
         None,
         strict=False,  # a tuple is as good
         description="P(exactly g of the n - 1 drafts are accepted), g = 0 to n - 1, measured; absent: not measured.",
@@ -68,13 +68,9 @@ class PtpConfig(AnyHeadConfig):
                     f"{'remove it' if self.variant != 'late' else 'set it'}, or choose another variant"
                 )
         shares, remedy = self.accepted, "measure the head again, or remove accepted"
-        if shares is None:
-            return self
-        if not all(math.isfinite(share) and share >= 0 for share in shares):
-            raise ValueError(f"accepted: probabilities are numbers from 0; {remedy}")
-        if abs(math.fsum(shares) - 1) > SUM_TOLERANCE:
+        if shares is not None and abs(math.fsum(shares) - 1) > SUM_TOLERANCE:
             raise ValueError(f"accepted: its sum is {math.fsum(shares):.6g}, not 1; {remedy}")
-        if len(shares) != self.window:
+        if shares is not None and len(shares) != self.window:
             raise ValueError(
                 f"accepted has {len(shares)} entries with window={self.window}: one for each of 0 to "
                 f"{self.window - 1} accepted drafts; {remedy}"

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 SETTINGS_FILE = "config.yaml"  # next to an MtPC checkpoint
 MASK_FILE = "mask_embedding.pt"  # next to a drafter whose mask was trained separately
-DRAFTER_FILES = (CONFIG_FILE, "*.safetensors", "*.safetensors.index.json", MASK_FILE)
 _ADAPTER = re.compile(r"base_model\.model\..*\.lora_[AB](?=(\.default)?\.weight$)")
 _STEP_FILE = re.compile(r"model@(\d+)\.pt")
 
@@ -79,8 +78,10 @@ def find_checkpoint(ckpt: Path) -> tuple[Path, str]:
 
         info = HfApi().model_info(repo)
         name = _last_step(repo, [sibling.rfilename for sibling in info.siblings or []])
-        wanted = [name, SETTINGS_FILE] if name else list(DRAFTER_FILES)
-        folder = Path(snapshot_download(repo, revision=info.sha, allow_patterns=wanted))
+        drafter = [CONFIG_FILE, "*.safetensors", "*.safetensors.index.json", MASK_FILE]
+        folder = Path(
+            snapshot_download(repo, revision=info.sha, allow_patterns=[name, SETTINGS_FILE] if name else drafter)
+        )
     except CheckpointError:
         raise
     except Exception as error:  # the hub client raises many types
