@@ -253,6 +253,7 @@ REFUSED_CONFIGS = [
     ("original dflash", dflash(use_swa=True), "dflash_config.use_swa = True"),
     ("original dflash", top(logit_scale=0.5), "'logit_scale' = 0.5"),
     ("original dflash", top(num_target_layers=36), "num_target_layers = 36; allowed: 4"),
+    ("speculators dflash", top(draft_vocab_size=20), "draft_vocab_size = 20; allowed: 48"),
     ("original dflash", top(quantization_config={"quant_method": "fp8"}), "'quantization_config' ="),
     ("original dflash", top(architectures=["Qwen3ForCausalLM"]), "architectures = ['Qwen3ForCausalLM']"),
 ]

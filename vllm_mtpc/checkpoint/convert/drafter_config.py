@@ -75,6 +75,7 @@ class DrafterConfig(BaseModel):
     layer_types: list[Literal["full_attention"]] = []
     causal: Literal[False] | None = None
     is_causal: Literal[False] | None = None
+    add_swa_attention_sink_bias: Literal[False] = False
     use_aux_hidden_state: Literal[True] = True
     logit_scale: float = Field(1, ge=1, le=1)
     block_size: int = Field(ge=1)
@@ -84,7 +85,9 @@ class DrafterConfig(BaseModel):
     sample_from_anchor: bool | None = None
     aux_hidden_state_layer_ids: list[int] = []  # speculators
     target_layer_ids: list[int] = []  # the authors
+    # These must be the target's.
     num_target_layers: int | None = None
+    draft_vocab_size: int | None = None
 
     @property
     def layout(self) -> str:
@@ -133,8 +136,9 @@ def read_drafter(file: Path, values: Mapping[str, Any], target: Mapping[str, Any
     ids, layers = config.layer_ids, target.get("num_hidden_layers", 0)
     if not ids or not all(0 <= i < layers for i in ids):
         raise _error(file, "layers read", ids, f"numbers from 0 to {layers - 1}, of the target's layers")
-    if config.num_target_layers not in (None, layers):
-        raise _error(file, "num_target_layers", config.num_target_layers, f"{layers}, the target's")
+    for key, wanted in (("num_target_layers", layers), ("draft_vocab_size", target["vocab_size"])):
+        if (value := getattr(config, key)) not in (None, wanted):
+            raise _error(file, key, value, f"{wanted}, the target's")
     scales = [f"{key} = {target[key]}" for key in SCALES if target.get(key) not in (None, 1)]
     if scales or str(target.get("model_type")).startswith("gemma"):  # whose embeddings are scaled
         raise CheckpointError(
