@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import struct
 import subprocess
@@ -22,7 +23,6 @@ from torch import Tensor
 
 import vllm_mtpc
 from tests.checkpoint.conftest import contents, refusal
-from tests.support.files import mutate
 from vllm_mtpc.checkpoint import load_head, load_ptp
 from vllm_mtpc.checkpoint.load import ADAPTER_DIGEST, ADAPTER_FILES, adapter_digest, read_circuit_config
 from vllm_mtpc.errors import CheckpointError, MtpcError
@@ -256,6 +256,32 @@ def test_nothing_is_half_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     fill(WEIGHTS, "root_weight", NAN)(folder)
     monkeypatch.setattr("vllm_mtpc.heads.linear.LinearHead.load_state_dict", lambda *_, **__: pytest.fail("loaded"))
     refusal(folder, "mtpc")
+
+
+WORDS = [b"null", b"-1", b"0", b"9" * 18, b"9" * 5000, b"1e999", b"NaN", b'"\\n"', b'"\\ud800"', b"[]", b"{}", b"true"]
+
+
+def mutate(data: bytes, rng: random.Random) -> bytes:
+    """One to four changes: a byte flipped, inserted or removed, a piece cut or doubled, a value replaced."""
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randrange(len(data) + 1)
+        end = min(len(data), at + rng.randint(1, 20))
+        kind = rng.randrange(6)
+        if kind == 0 and at < len(data):
+            data = data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :]
+        elif kind == 1:
+            data = data[:at] + rng.randbytes(1) + data[at:]
+        elif kind == 2:
+            data = data[:at] + data[end:]
+        elif kind == 3:
+            data = data[:end] + data[at:]
+        else:
+            values = list(re.finditer(rb'-?\d+(?:\.\d+)?|"[^"]*"', data))
+            if values:
+                value = rng.choice(values)
+                data = data[: value.start()] + rng.choice(WORDS) + data[value.end() :]
+        data = data or b"x"
+    return data
 
 
 @pytest.mark.parametrize(
