@@ -82,7 +82,7 @@ def test_every_engine_drafts_and_text_is_plain_vllms(
     assert outputs == plain[0].tokens
     accepted = dict(re.findall(r'^vllm:spec_decode_num_accepted_tokens_total\{engine="(\d)".*\} (\S+)$', metrics, re.M))
     assert accepted.keys() == set(engines) and min(map(float, accepted.values())) > 0
-    assert ("The target bundles a head" in (tmp_path / "log").read_text()) == (method is None)
+    assert ("Serving with the head that" in (tmp_path / "log").read_text()) == (method is None)
 
 
 def answer(client: openai.OpenAI, **more: Any) -> tuple[list[int], str, str]:
