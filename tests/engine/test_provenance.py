@@ -14,6 +14,7 @@ from vllm_mtpc.errors import UsageError
 from vllm_mtpc.report import check_file
 
 FILES = sorted(provenance.RESULTS.glob("*.json"))
+TEXTS = [provenance.ROOT / "README.md", *sorted(provenance.ROOT.glob("[db]*/*.md"))]
 MARK = "Measured on a checkout that differed from its commit:"  # opens a paragraph of docs/performance.md
 
 
@@ -51,3 +52,11 @@ def test_every_result_file_names_its_commit() -> None:
     text = (provenance.ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     marked = text.partition(MARK)[2].partition("\n\n")[0]
     assert changed == set(re.findall(r"`([\w-]+\.json)`", marked))
+
+
+def test_every_result_file_is_named_and_every_name_has_a_file() -> None:
+    text = "\n".join(file.read_text(encoding="utf-8") for file in TEXTS)
+    for file in FILES:
+        assert f"`{file.name}`" in text or f"`benchmarks/results/{file.name}`" in text, file.name
+    for name in re.findall(r"`benchmarks/results/([\w.-]+)`", text):
+        assert (provenance.RESULTS / name).is_file(), name

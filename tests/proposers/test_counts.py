@@ -16,7 +16,7 @@ from vllm.v1.spec_decode import metrics
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_mtpc import plugin
-from vllm_mtpc.proposers.config.switches import DEBUG
+from vllm_mtpc.proposers.config.switches import AUTO, DEBUG
 from vllm_mtpc.proposers.heads import counts
 from vllm_mtpc.proposers.patches import metrics as ours
 from vllm_mtpc.proposers.patches import patch, vllm_patches
@@ -53,6 +53,17 @@ def test_ranks_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     propose("0", [[1, 2], [3, 5]])
     with pytest.raises(RuntimeError, match=r"different tokens .*rank 0 drafted \[\[1, 2\], \[3, 4\]\]"):
         propose("1", [[1, 2], [3, 5]])
+
+
+def test_our_variables_are_no_part_of_vllms_compile_cache_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key that depends on this package would have every model compiled again, heads or not."""
+    import vllm.envs as envs
+
+    plain = envs.compile_factors()
+    assert not [name for name in plain if "MTPC" in name]
+    for variable in (AUTO, DEBUG):
+        monkeypatch.setenv(variable, "1")
+    assert envs.compile_factors() == plain
 
 
 def sent(stats: Any) -> SimpleNamespace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -149,6 +150,12 @@ class TrainOptions(*reversed(SECTIONS)):  # type: ignore[misc]  # pydantic takes
     @model_validator(mode="before")
     @classmethod
     def _add_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
+        if "law_trust" in values:
+            warnings.warn(
+                "law_trust is now distribution_trust; the old name is read for one more release", stacklevel=2
+            )
+            values = {"distribution_trust": values["law_trust"]} | values
+            del values["law_trust"]
         return {**_trainer(values.get("head")).defaults, **values}
 
     @model_validator(mode="after")
