@@ -41,9 +41,7 @@ def run(args: argparse.Namespace) -> int:
 def convert(options: ConvertOptions) -> str:
     """Write the head folder `options.out`; returns a short description of it.
 
-    Raises:
-        CheckpointError: The checkpoint is not of a known kind, or holds something that a head cannot have.
-        HeadConfigError: Its settings are not possible for a head.
+    Raises CheckpointError or HeadConfigError for a checkpoint that is not known, or that a head cannot have.
     """
     from vllm_mtpc.checkpoint.convert.drafter import convert_drafter
     from vllm_mtpc.checkpoint.convert.mtpc_checkpoint import convert_mtpc
@@ -55,8 +53,7 @@ def convert(options: ConvertOptions) -> str:
     content: Any = None if path.is_dir() else load_tensors(path)
     kinds = [key for key in ("state_dict", "model_state_dict") if isinstance(content, dict) and key in content]
     if kinds == ["state_dict"]:
-        config = convert_ptp(options, content)
-        return f"{config.variant}, {config.u_embedding}, window {config.window}"
+        return convert_ptp(options, content)
     if content is not None and kinds != ["model_state_dict"]:
         raise CheckpointError(
             f"{path}: has {' and '.join(map(repr, kinds)) or 'no state_dict'}; allowed: one of 'state_dict' "

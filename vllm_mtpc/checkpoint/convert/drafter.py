@@ -22,13 +22,7 @@ import torch
 from torch import Tensor
 
 from vllm_mtpc.checkpoint.convert.drafter_config import DrafterConfig, read_drafter
-from vllm_mtpc.checkpoint.convert.source import (
-    MASK_FILE,
-    ConvertOptions,
-    load_tensors,
-    narrowest_dtype,
-    target_config,
-)
+from vllm_mtpc.checkpoint.convert.source import MASK_FILE, ConvertOptions, load_tensors, narrowest_dtype, target_config
 from vllm_mtpc.checkpoint.load import check_shapes, shapes_of
 from vllm_mtpc.checkpoint.locate import CONFIG_FILE, download, verifier_name
 from vllm_mtpc.checkpoint.metadata import converted_card
@@ -45,19 +39,7 @@ _LEFT_OUT = re.compile(r"confidence_head\..*|verifier_(norm|lm_head)\.weight")
 
 
 def convert_drafter(options: ConvertOptions, label: str) -> str:
-    """Write the head folder `options.out` of the drafter in the folder `options.ckpt`.
-
-    Args:
-        options: Of the conversion.
-        label: Name of the drafter for provenance.
-
-    Returns:
-        A short description of the head.
-
-    Raises:
-        CheckpointError: The drafter has a setting or tensor that a backbone head cannot have.
-        HeadConfigError: Its settings are not possible for a head.
-    """
+    """Convert the drafter in the folder `options.ckpt` as `convert`; `label` is its name for provenance."""
     folder, target = options.ckpt, target_config(options.target)
     given = read_drafter(folder / CONFIG_FILE, read_json(folder / CONFIG_FILE), target)
     source, place = Shards(folder), Path(options.target)
@@ -89,8 +71,7 @@ def convert_drafter(options: ConvertOptions, label: str) -> str:
         head = build_head(config)
     check_shapes(folder, shapes_of(tensors), shapes_of(head.state_dict()), f"{CONFIG_FILE} and the target")
     head.load_state_dict(tensors, assign=True)
-    trained_on = given.speculators_config.verifier.name_or_path
-    record = {"from": label, "layout": given.layout, "trained_on": trained_on, "mask": mask_source}
+    record = {"from": label, "layout": given.layout, "trained_on": given.trained_on, "mask": mask_source}
     title = f"{'DSpark' if given.markov_rank else 'DFlash'} drafter as a backbone head: n={config.window}"
     card, dtype = converted_card(config, title, label), narrowest_dtype(tensors.values())
     save_head(options.out, config, head, {"converted": {**record, "left_out": left_out}}, card, dtype)
@@ -142,7 +123,6 @@ def _compare_with_target(
 
 
 def _target_name(target_shards: Shards, name: str, target: dict[str, Any]) -> str:
-    """Return the target's name of its embeddings or lm_head."""
     found = target_shards.find_suffix(name)
     if found is None and name == LM_HEAD and target.get("tie_word_embeddings", True):
         found = target_shards.find_suffix(EMBEDDINGS)

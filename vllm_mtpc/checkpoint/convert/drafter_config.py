@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_mtpc.errors import CheckpointError, one_line
 
@@ -35,25 +35,6 @@ class Rope(BaseModel):
     partial_rotary_factor: float = Field(1, ge=1, le=1)
 
 
-class Proposal(BaseModel):
-    """An entry of speculators' `proposal_methods`."""
-
-    speculative_tokens: int | None = Field(None, ge=1)
-
-
-class Verifier(BaseModel):
-    """The target by speculators' name."""
-
-    name_or_path: str | None = None
-
-
-class Speculators(BaseModel):
-    """The section of speculators."""
-
-    proposal_methods: list[Proposal] = []
-    verifier: Verifier = Verifier()
-
-
 class DrafterConfig(BaseModel):
     """Keys of all layouts, with the values that a backbone head supports: Qwen3 layers with full attention."""
 
@@ -61,7 +42,10 @@ class DrafterConfig(BaseModel):
 
     speculators_model_type: Literal["dflash", "dspark"] | None = None
     kind: Literal["dflash", "dspark"]
-    speculators_config: Speculators = Speculators()
+    trained_on: str | None = Field(None, validation_alias=AliasPath("speculators_config", "verifier", "name_or_path"))
+    proposed: int | None = Field(
+        None, ge=1, validation_alias=AliasPath("speculators_config", "proposal_methods", 0, "speculative_tokens")
+    )
     num_hidden_layers: int = Field(ge=1)
     num_attention_heads: int = Field(ge=1)
     num_key_value_heads: int = Field(ge=1)
@@ -108,27 +92,18 @@ class DrafterConfig(BaseModel):
     @property
     def drafts(self) -> int:
         """Drafts per step."""
-        proposed = [method.speculative_tokens for method in self.speculators_config.proposal_methods[:1]]
-        return min([self.window - 1, *filter(None, proposed)])
+        return min(self.window - 1, self.proposed or self.window)
 
     @property
     def layer_ids(self) -> list[int]:
         """The layers of the target whose inputs are read."""
-        is_speculators = self.speculators_model_type is not None
-        return self.aux_hidden_state_layer_ids if is_speculators else [i + 1 for i in self.target_layer_ids]
+        return (
+            self.aux_hidden_state_layer_ids if self.speculators_model_type else [i + 1 for i in self.target_layer_ids]
+        )
 
 
 def read_drafter(file: Path, values: Mapping[str, Any], target: Mapping[str, Any]) -> DrafterConfig:
-    """Read a drafter's config.
-
-    Args:
-        file: Named in errors.
-        values: Its content.
-        target: The config of the target's language model.
-
-    Raises:
-        CheckpointError: A setting is missing, or not one that a backbone head for `target` can have.
-    """
+    """Read the config of a drafter; raises CheckpointError for a setting that a backbone head cannot have."""
     try:
         config = DrafterConfig.model_validate(_merge_sections(file, values))
     except ValidationError as error:

@@ -25,13 +25,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from vllm_mtpc.checkpoint.convert.source import (
-    SETTINGS_FILE,
-    ConvertOptions,
-    narrowest_dtype,
-    target_config,
-    to_peft_names,
-)
+from vllm_mtpc.checkpoint.convert import source
+from vllm_mtpc.checkpoint.convert.source import SETTINGS_FILE, ConvertOptions
 from vllm_mtpc.checkpoint.load import check_adapter_shapes, check_shapes, check_values, module_names, shapes_of
 from vllm_mtpc.checkpoint.locate import verifier_name
 from vllm_mtpc.checkpoint.metadata import converted_card
@@ -51,6 +46,10 @@ _WRAPPERS = re.compile(r"(?:module\.|_orig_mod\.)*")  # prefixes of DDP and torc
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _REFERENCE = re.compile(r"\$\{([\w.-]+)\}")
 MAX_REFERENCES = 8  # from one to the next
+# Keys of config.yaml about the start of training, or about which tensors there are.
+IGNORED = {"_target_", "vocab_size", "contextual_hmm_weights", "share_sum_weights", "expander_hidden_size", "n_embd"}
+IGNORED |= {"expander_n_layer", "expander_use_skip", "freeze_vocab_unembedding", "transformer_n_head"}
+IGNORED |= {"lora_dropout", "target_modules"}
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -61,12 +60,10 @@ class _Section(BaseModel):
 class CircuitSettings(_Section):
     """circuit.model. Other kinds (random-btree) have no order of positions."""
 
-    target_: Any = Field(None, alias="_target_")
     kind: Literal["fully-factorized", "cp", "hmm", "btree"] = "cp"
     n_token: int = Field(ge=1)
     n_component: int = Field(ge=1)
     n_repetition: int = Field(1, ge=1, le=1)
-    vocab_size: Any = None
 
     @property
     def name(self) -> str:
@@ -76,20 +73,12 @@ class CircuitSettings(_Section):
 
 
 class HeadSettings(_Section):
-    """mt_head.hyperparameters. Keys of type Any are about the start of training, or decide which tensors there are."""
+    """mt_head.hyperparameters."""
 
     type: Literal["evabyte"]
     expander_type: Literal["linear"] = "linear"
     transformer_n_layer: int = Field(0, ge=0, le=0)
     init_hmm_identity: bool = False
-    contextual_hmm_weights: Any = None
-    share_sum_weights: Any = None
-    expander_hidden_size: Any = None
-    expander_n_layer: Any = None
-    expander_use_skip: Any = None
-    freeze_vocab_unembedding: Any = None
-    n_embd: Any = None
-    transformer_n_head: Any = None
 
 
 class AdapterSettings(_Section):
@@ -98,26 +87,11 @@ class AdapterSettings(_Section):
     r: int = Field(ge=1)
     lora_alpha: float = Field(gt=0)
     layers_to_transform: list[int] | None = None
-    lora_dropout: Any = None
-    target_modules: Any = None
 
 
 def convert_mtpc(options: ConvertOptions, content: Mapping[str, Any], label: str) -> str:
-    """Write the head folder `options.out` of an MtPC checkpoint.
-
-    Args:
-        options: Of the conversion.
-        content: Of the file `options.ckpt`.
-        label: Name of the checkpoint for provenance.
-
-    Returns:
-        A short description of the head.
-
-    Raises:
-        CheckpointError: The checkpoint has a setting or tensor that a head cannot have, or is of another target.
-        HeadConfigError: Its settings are not possible for a head.
-    """
-    path, target = options.ckpt, target_config(options.target)
+    """Convert an MtPC checkpoint with this `content` as `convert`; `label` is its name for provenance."""
+    path, target = options.ckpt, source.target_config(options.target)
     file = path.with_name(SETTINGS_FILE)
     if not file.exists():
         raise CheckpointError(f"{file.parent} has no {file.name}; copy it from the source of the checkpoint")
@@ -128,8 +102,8 @@ def convert_mtpc(options: ConvertOptions, content: Mapping[str, Any], label: str
         raise CheckpointError(f"{file}: has no circuit.model or no mt_head.hyperparameters; copy it again")
     given, lora = sort_tensors(path, content["model_state_dict"])
     tensors, position = order_tensors(path, circuit, expander, given, target)
-    adapter_settings = read_section(file, settings, "adaptor.hyperparameters", AdapterSettings)
-    adapters = _read_adapters(path, lora, adapter_settings, target)
+    stated = read_section(file, settings, "adaptor.hyperparameters", AdapterSettings)
+    adapters = _read_adapters(path, lora, stated, target)
     n, r = circuit.n_token, circuit.n_component
     config = HeadConfig.create(
         circuit=circuit.name,
@@ -148,16 +122,14 @@ def convert_mtpc(options: ConvertOptions, content: Mapping[str, Any], label: str
     if isinstance(step := content.get("global_step"), int):
         record["global_step"] = step
     card = converted_card(config, f"MtPC head: {config.circuit}, n={n}, r={r}", label)
-    save_head(options.out, config, head, {"converted": record}, card, narrowest_dtype(tensors.values()), adapters)
+    dtype = source.narrowest_dtype(tensors.values())
+    save_head(options.out, config, head, {"converted": record}, card, dtype, adapters)
     layers = f", {config.lora_layers} draft layers" if config.lora_layers else ""
     return f"{config.circuit}, window {n}, {r} components{layers}"
 
 
 def resolve(settings: Mapping[str, Any], value: Any) -> Any:
-    """Return `value`, or the value at the place of `settings` that it names (`${a.b.c}`), None if there is none.
-
-    Other interpolations of OmegaConf remain text, which no number is read from.
-    """
+    """Return `value`, or the value at the place of `settings` that it names (`${a.b.c}`), None if there is none."""
     for _ in range(MAX_REFERENCES):
         if not isinstance(value, str) or (match := _REFERENCE.fullmatch(value)) is None:
             return value
@@ -174,7 +146,7 @@ def read_section(file: Path, settings: Mapping[str, Any], path: str, model: type
         return None
     if isinstance(node, dict):
         values = {str(key): resolve(settings, value) for key, value in node.items()}
-        node = {key: value for key, value in values.items() if value is not None}
+        node = {key: value for key, value in values.items() if value is not None and key not in IGNORED}
     try:
         return model.model_validate(node)
     except ValidationError as error:
@@ -184,13 +156,10 @@ def read_section(file: Path, settings: Mapping[str, Any], path: str, model: type
 def sort_tensors(path: Path, state: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the tensors of the head by their names without wrappers' prefixes, and the adapters.
 
-    Weights of the target, which are None unless they were trained, are left out with a warning. Raises CheckpointError
-    for what is no tensor.
+    Weights of the target are left out with a warning. Raises CheckpointError for what is no tensor.
     """
     if not isinstance(state, dict):
-        raise CheckpointError(
-            f"{path}: its 'model_state_dict' is not a dict; name a checkpoint of MtPC's code (model@STEP.pt)"
-        )
+        raise CheckpointError(f"{path}: its 'model_state_dict' is not a dict; name a model@STEP.pt of MtPC's code")
     named = {_WRAPPERS.sub("", str(name), count=1): value for name, value in state.items() if value is not None}
     check_lengths(path, named)
     for name, value in named.items():
@@ -206,27 +175,12 @@ def sort_tensors(path: Path, state: Any) -> tuple[dict[str, Tensor], dict[str, T
 
 
 def order_tensors(
-    path: Path,
-    circuit: CircuitSettings,
-    expander: HeadSettings,
-    given: Mapping[str, Tensor],
-    target: Mapping[str, Any],
+    path: Path, circuit: CircuitSettings, expander: HeadSettings, given: Mapping[str, Tensor], target: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], list[int]]:
-    """Order the tensors of a checkpoint as a head here has them.
+    """Return a head's tensors of those `given` by a checkpoint, and the token position of each fold of the leaves.
 
-    Args:
-        path: Named in errors.
-        circuit: Of config.yaml.
-        expander: Of config.yaml.
-        given: By the checkpoint's names.
-        target: The config of the target.
-
-    Returns:
-        leaf_weight [n, r, V, D], root_weight [r, D], inner_weight [F, r, r, D] and inner_bias [F, r, r], as far as the
-        circuit has them; and the token position of each fold of the leaves.
-
-    Raises:
-        CheckpointError: The tensors are of another circuit or target, or not known.
+    leaf_weight [n, r, V, D], root_weight [r, D], inner_weight [F, r, r, D] and inner_bias [F, r, r], as far as the
+    circuit has them. Raises CheckpointError for tensors of another circuit or target.
     """
     n, r, width = circuit.n_token, circuit.n_component, target["hidden_size"]
     sums, is_hmm = _sum_shapes(path, circuit.name, n, r), circuit.name == "hmm"
@@ -278,7 +232,7 @@ def _read_adapters(
             f"{path}: has {len(lora)} adapter tensors, but {SETTINGS_FILE} has adaptor.hyperparameters = {given}; keep "
             f"a checkpoint and its own {SETTINGS_FILE} together"
         )
-    tensors = to_peft_names(path, lora)
+    tensors = source.to_peft_names(path, lora)
     layers = sorted({int(match[1]) for match in map(_LAYER.search, tensors) if match})
     total, stated = target.get("num_hidden_layers"), given.layers_to_transform
     end = max(layers, default=-1) + 1 if total is None else total

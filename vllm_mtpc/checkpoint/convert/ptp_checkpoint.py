@@ -37,20 +37,8 @@ EMBEDDINGS = {
 ROUND_ROWS = 32  # rows of their embedding `round`, which is not supported; `interpolation` has fewer
 
 
-def convert_ptp(options: ConvertOptions, content: Mapping[str, Any]) -> PtpConfig:
-    """Write the head folder `options.out` of a PTP checkpoint.
-
-    Args:
-        options: Of the conversion.
-        content: Of the file `options.ckpt`.
-
-    Returns:
-        The config of the head.
-
-    Raises:
-        CheckpointError: The checkpoint has something that a head cannot have, or is of another target.
-        HeadConfigError: Its settings are not possible for a head.
-    """
+def convert_ptp(options: ConvertOptions, content: Mapping[str, Any]) -> str:
+    """Convert a PTP checkpoint with this `content` as `convert`."""
     path, target, state = options.ckpt, target_config(options.target), content["state_dict"]
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: its 'state_dict' is not a dict; name a checkpoint of Lightning (.ckpt)")
@@ -63,8 +51,7 @@ def convert_ptp(options: ConvertOptions, content: Mapping[str, Any]) -> PtpConfi
             f"{path}: has {len(layouts) or 'no'} u-embeddings; allowed: one, {prefixes}; name another PTP checkpoint"
         )
     student, prefix = LAYOUTS[layouts[0]]
-    lora = {name: value for name, value in state.items() if name.startswith(student) and ".lora_" in name}
-    lora = to_peft_names(path, lora)
+    lora = to_peft_names(path, {n: value for n, value in state.items() if n.startswith(student) and ".lora_" in n})
     ranks = [next(iter(value.shape), 0) for name, value in lora.items() if ".lora_A." in name]
     if not ranks:
         raise CheckpointError(
@@ -94,7 +81,7 @@ def convert_ptp(options: ConvertOptions, content: Mapping[str, Any]) -> PtpConfi
     card = converted_card(config, f"PTP head: {config.variant}, n={config.window}", path.name)
     dtype = torch.float16 if is_half else torch.float32
     save_ptp(options.out, config, lora, embedding, {"converted": record}, card, dtype)
-    return config
+    return f"{config.variant}, {config.u_embedding}, window {config.window}"
 
 
 def _read_embedding(path: Path, state: Mapping[str, Tensor], prefix: str) -> tuple[str, dict[str, Tensor]]:

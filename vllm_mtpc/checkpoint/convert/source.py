@@ -54,14 +54,7 @@ class ConvertOptions(BaseModel):
 
 
 def find_checkpoint(ckpt: Path) -> tuple[Path, str]:
-    """Find a checkpoint, downloading it if `ckpt` is a hub repository.
-
-    Returns:
-        A file, or the folder of a drafter; and its name for provenance: a file or folder name, or REPOSITORY@COMMIT.
-
-    Raises:
-        CheckpointError: There is no checkpoint.
-    """
+    """Return a checkpoint's file, or a drafter's folder, downloaded if need be, and its name for provenance."""
     if ckpt.is_file():
         return ckpt, ckpt.name
     if ckpt.is_dir():
@@ -69,8 +62,7 @@ def find_checkpoint(ckpt: Path) -> tuple[Path, str]:
         return (ckpt / name, name) if name else (ckpt, ckpt.resolve().name)
     if not HUB_NAME.fullmatch(str(ckpt)) or ckpt.suffix in PICKLE_SUFFIXES:
         raise CheckpointError(
-            f"{ckpt} is not a file; name a Lightning checkpoint (.ckpt), a model@STEP.pt or its folder, a drafter's "
-            "folder or a hub repository"
+            f"{ckpt} is not a file; name a .ckpt, a model@STEP.pt or its folder, a drafter or hub repository"
         )
     repo = str(ckpt)
     try:
@@ -79,21 +71,18 @@ def find_checkpoint(ckpt: Path) -> tuple[Path, str]:
         info = HfApi().model_info(repo)
         name = _last_step(repo, [sibling.rfilename for sibling in info.siblings or []])
         drafter = [CONFIG_FILE, "*.safetensors", "*.safetensors.index.json", MASK_FILE]
-        folder = Path(
-            snapshot_download(repo, revision=info.sha, allow_patterns=[name, SETTINGS_FILE] if name else drafter)
-        )
+        files = [name, SETTINGS_FILE] if name else drafter
+        folder = Path(snapshot_download(repo, revision=info.sha, allow_patterns=files))
     except CheckpointError:
         raise
     except Exception as error:  # the hub client raises many types
         raise CheckpointError(
-            f"{repo}: not a local file or folder, and cannot be downloaded ({first_line(error)}); correct the name, or "
-            "download its files into one folder and name that"
+            f"{repo}: not a local file or folder, and cannot be downloaded ({first_line(error)}); correct the name"
         ) from None
     return (folder / name, f"{repo}@{info.sha}/{name}") if name else (folder, f"{repo}@{info.sha}")
 
 
 def _last_step(place: str, names: Iterable[str]) -> str | None:
-    """Return the file of the last step, None for a drafter's files."""
     steps = {int(match[1]): name for name in names if (match := _STEP_FILE.fullmatch(name))}
     if not steps and CONFIG_FILE not in names:
         raise CheckpointError(
@@ -126,10 +115,7 @@ def to_peft_names(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 def target_config(name: str) -> dict[str, Any]:
-    """Return the config of a target's language model, without reading weights; raises CheckpointError.
-
-    The config.json of a model that transformers does not know (EvaByte, Byte-Llama) is returned as it is.
-    """
+    """Return the config of a target's language model, which transformers need not know; raises CheckpointError."""
     from transformers import AutoConfig, PretrainedConfig
 
     try:  # trust_remote_code=False: a model with its own code is an error, not a question on the terminal
