@@ -9,14 +9,14 @@ from huggingface_hub import ModelCard
 
 from tests.support.files import front_matter_of
 from vllm_mtpc import demo
-from vllm_mtpc.checkpoint.metadata import card_data, eval_results, front_matter, license_of, target_license
+from vllm_mtpc.checkpoint.metadata import card_data, eval_results, license_of, target_license
 
 
 def test_known_metadata_is_read_back(tmp_path: Path) -> None:
     scores = eval_results({"T=1": 2.8811, "T=0": 3.9}, ["org/text"])
     license = {"license": "other", "license_name": "llama3", "license_link": "LICENSE"}
     data = card_data(["mtpc", "a"], "org/model", license, scores, "A head: n=8")
-    card = ModelCard(front_matter(data) + "\n\n# A head\n")
+    card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n# A head\n")
     assert card.data.to_dict() == data.to_dict() and card.text.strip() == "# A head"
     one, zero = card.data.eval_results
     assert (one.metric_type, one.metric_name, one.metric_value) == ("tokens_per_step", "Tokens/step at T=1", 2.881)
@@ -26,12 +26,8 @@ def test_known_metadata_is_read_back(tmp_path: Path) -> None:
 
 
 def test_unknown_metadata_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text(front_matter(card_data(["mtpc", "a"], None)) + "\n# A head\n")
-    assert front_matter_of(tmp_path) == {
-        "library_name": "vllm",
-        "pipeline_tag": "text-generation",
-        "tags": ["mtpc", "a"],
-    }
+    (tmp_path / "README.md").write_text(f"---\n{card_data(['a'], None).to_yaml()}\n---\n# A head\n")
+    assert front_matter_of(tmp_path) == {"library_name": "vllm", "pipeline_tag": "text-generation", "tags": ["a"]}
 
 
 @pytest.mark.parametrize(

@@ -18,27 +18,17 @@ FOUND = {True: "found", False: "not found", None: "a hub name"}
 
 
 def inspect_head(path: str | Path) -> Report:
-    """Return the report on a head as JSON-compatible data; the fields of its family have the config's names.
+    """Return the report on a head that `resolve_head` finds, as JSON-compatible data.
 
-    Args:
-        path: As `resolve_head` takes it.
-
-    Raises:
-        CheckpointError: A file is missing or damaged, or a tensor is not as configured.
-        HeadConfigError: The config is not valid.
+    Raises CheckpointError for damaged files or tensors that are not as configured, HeadConfigError for its config.
     """
     folder = resolve_head(str(path))
-    from vllm_mtpc.checkpoint.load import (
-        ADAPTER_WEIGHTS_FILE,
-        check_tensors,
-        read_config,
-    )  # torch: not for a wrong path
-    from vllm_mtpc.config.base import AnyHeadConfig
+    from vllm_mtpc.checkpoint import load  # torch: not for a wrong path
 
-    config = read_config(folder)
-    adapters = check_tensors(folder, config)
-    own = type(config).model_fields.keys() - AnyHeadConfig.model_fields.keys()
-    files = [name for name in (WEIGHTS_FILE, U_EMBED_FILE, ADAPTER_WEIGHTS_FILE) if (folder / name).exists()]
+    config = load.read_config(folder)
+    adapters = load.check_tensors(folder, config)
+    own = type(config).model_fields.keys() - load.AnyHeadConfig.model_fields.keys()
+    files = [name for name in (WEIGHTS_FILE, U_EMBED_FILE, load.ADAPTER_WEIGHTS_FILE) if (folder / name).exists()]
     tensors = {name: tensor for file in files for name, tensor in _tensors(folder / file).items()}
     verifier = config.speculators_config.verifier
     target = verifier_path(folder, verifier.name_or_path)
@@ -79,14 +69,12 @@ def inspect_head(path: str | Path) -> Report:
 
 
 def _tensors(file: Path) -> dict[str, Report]:
-    """Return shape and dtype of every tensor, from the header of the file."""
     with open_tensors(file) as handle:
         slices = {name: handle.get_slice(name) for name in sorted(handle.keys())}
         return {name: {"shape": list(part.get_shape()), "dtype": part.get_dtype()} for name, part in slices.items()}
 
 
 def _provenance(file: Path) -> Any:
-    """Return the content of provenance.json, None without one. A bad file is reported, and not an error."""
     try:
         return read_json(file) if file.exists() else None
     except CheckpointError as error:
@@ -94,23 +82,17 @@ def _provenance(file: Path) -> Any:
 
 
 def measured_acceptance(folder: Path) -> dict[str, list[float]]:
-    """Return the cumulative acceptance in a head's provenance: P(the first k drafts are accepted), k = 1, 2, ...
-
-    Returns:
-        Probabilities by temperature, "t1" and "t0", measured by the trainer on held-out text. Empty if provenance.json
-        has none or cannot be read.
-    """
+    """Return P(the first k drafts are accepted), k = 1, 2, ..., by "t1" and "t0", as far as the provenance has them."""
     try:
         metrics = read_json(folder / PROVENANCE_FILE)["figures"]
         found = {key: metrics[key]["per_position"] for key in ("t1", "t0") if key in metrics}
     except (CheckpointError, KeyError, TypeError):
         return {}
-    return {key: values for key, values in found.items() if _are_shares(values)}
+    return {key: values for key, values in found.items() if isinstance(values, list) and values and _are_shares(values)}
 
 
-def _are_shares(values: Any) -> bool:
-    are_numbers = isinstance(values, list) and values and all(isinstance(value, (int, float)) for value in values)
-    return bool(are_numbers) and all(0 <= value <= 1 for value in values)
+def _are_shares(values: list[Any]) -> bool:
+    return all(isinstance(value, (int, float)) and 0 <= value <= 1 for value in values)
 
 
 def rows_of(report: Report) -> list[tuple[str, str]]:

@@ -15,7 +15,14 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from vllm_mtpc.checkpoint.locate import CONFIG_FILE, WEIGHTS_FILE, file_exists, head_method, require_weights
+from vllm_mtpc.checkpoint.locate import (
+    CONFIG_FILE,
+    U_EMBED_FILE,
+    WEIGHTS_FILE,
+    file_exists,
+    head_method,
+    require_weights,
+)
 from vllm_mtpc.config.base import AnyHeadConfig
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import CheckpointError, one_line
@@ -30,9 +37,7 @@ ADAPTER_FILES = (ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE)
 # Metadata of the head's weight file. It detects a save that was interrupted between the files of one head.
 ADAPTER_DIGEST = "adapter_sha256"
 WRITES_HIDDEN = ("o_proj", "down_proj")  # B [out, r] of these has the hidden size; A [r, in] of all others
-_ADAPTER = re.compile(
-    r"base_model\.model\.(?:\w+\.)*layers\.(?P<layer>\d+)\.(?P<module>[\w.]+)\.lora_(?P<part>[AB])\.weight"
-)
+_ADAPTER = re.compile(r"base_model\.model\.(?:\w+\.)*layers\.\d+\.([\w.]+)\.lora_[AB]\.weight")
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -53,12 +58,7 @@ class AdapterConfig(BaseModel):
 
 
 def read_config(folder: Path) -> AnyHeadConfig:
-    """Read and validate the config of a head folder.
-
-    Raises:
-        CheckpointError: The folder has no readable `config.json`.
-        HeadConfigError: The config is not valid.
-    """
+    """Read and validate the config of a head folder; raises CheckpointError without one, or HeadConfigError."""
     if not file_exists(folder, CONFIG_FILE):
         raise CheckpointError(f"{folder} has no {CONFIG_FILE}; name a head folder, not a target or its parent")
     method = head_method(folder) or next(iter(FAMILIES))  # the first family's config rejects an unknown method
@@ -73,18 +73,13 @@ def read_circuit_config(folder: Path) -> HeadConfig:
 def require_method(method: str, folder: Path, config: AnyHeadConfig) -> Any:
     """Return `config`. Raises CheckpointError if the head in `folder` has another method than `method`."""
     if (own := config.speculators_model_type) != method:
-        raise CheckpointError(
-            f"{folder} holds a head of method {own}; here one of method {method} is needed; name such a head, or "
-            f'serve this one with "method": "{own}"'
-        )
+        remedy = f'name such a head, or serve this one with "method": "{own}"'
+        raise CheckpointError(f"{folder} holds a head of method {own}; here one of method {method} is needed; {remedy}")
     return config
 
 
 def check_tensors(folder: Path, config: AnyHeadConfig) -> Adapters | None:
-    """Check names, shapes, dtypes and values of all tensors of a head.
-
-    Returns:
-        Its adapters, None without adapters.
+    """Check names, shapes, dtypes and values of all tensors of a head; returns its adapters, None without.
 
     Raises:
         CheckpointError: The files do not hold exactly the tensors that `config` asks for, or one is not finite.
@@ -101,16 +96,11 @@ def check_head(folder: Path, config: HeadConfig) -> Adapters | None:
 def load_head(
     folder: Path | str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> tuple[HeadConfig, Head]:
-    """Load an MtPC head. Its draft layers are checked; `vllm_mtpc.heads.adapters.DraftLayers.load` loads them.
-
-    Args:
-        folder: A head folder.
-        dtype: Of the head's parameters, whatever the dtype on disk.
-        device: Of the head's parameters.
+    """Load an MtPC head, with parameters of `dtype` on `device`.
 
     Returns:
-        The config, and the head in eval mode without gradients. A head with `needs_lm_head` must be bound to its
-        target before use.
+        The config, and the head in eval mode without gradients. One with `needs_lm_head` must be bound to its target.
+        Draft layers are checked; `vllm_mtpc.heads.adapters.DraftLayers.load` loads them.
 
     Raises:
         CheckpointError: A file is missing, damaged, or of another shape.
@@ -147,9 +137,7 @@ def check_values(file: Path, name: str, tensor: Tensor) -> Tensor:
     if tensor.dtype not in FLOATS:
         raise CheckpointError(f"{file}: tensor {name!r} is {tensor.dtype}; allowed: float16, bfloat16, float32")
     if not bool(torch.isfinite(tensor).all()):
-        raise CheckpointError(
-            f"{file}: tensor {name!r} holds NaN or infinity; the head is damaged, train or copy it again"
-        )
+        raise CheckpointError(f"{file}: tensor {name!r} holds NaN or infinity; train or copy it again")
     return tensor
 
 
@@ -166,9 +154,8 @@ def check_shapes(file: Path, shapes: Shapes, expected: Mapping[str, tuple[int | 
     if missing:
         raise CheckpointError(f"{file}: tensor(s) missing: {', '.join(missing)}; copy or save it again")
     if extra:
-        raise CheckpointError(
-            f"{file}: unknown tensor(s): {', '.join(extra)}; allowed: {', '.join(sorted(expected))}; save it again"
-        )
+        allowed = ", ".join(sorted(expected))
+        raise CheckpointError(f"{file}: unknown tensor(s): {', '.join(extra)}; allowed: {allowed}; save it again")
     for name, wanted in expected.items():
         given = shapes[name]
         if len(given) != len(wanted) or any(size not in (None, own) for size, own in zip(wanted, given, strict=True)):
@@ -188,25 +175,17 @@ def load_adapters(
     folder: Path, config: HeadConfig, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Adapters:
     """Load the LoRA adapters of a head's draft layers; raises CheckpointError as `read_adapters`."""
-    adapters = read_adapters(folder, WEIGHTS_FILE, config, config.lora_layers)
+    adapters = read_adapters(folder, config)
     return adapters._replace(tensors={name: value.to(device, dtype) for name, value in adapters.tensors.items()})
 
 
-def read_adapters(folder: Path, weights: str, config: AnyHeadConfig, count: int | None = None) -> Adapters:
-    """Read PEFT's files of a head.
-
-    Args:
-        folder: Of the head.
-        weights: The head's weight file, whose metadata has the digest of the adapters.
-        config: Of the head.
-        count: Number of the target's last layers that have adapters; None: all have.
-
-    Returns:
-        The adapters, with tensors by PEFT's names: A [rank, in] and B [out, rank] of each module.
+def read_adapters(folder: Path, config: AnyHeadConfig) -> Adapters:
+    """Read PEFT's files of a head: A [rank, in] and B [out, rank] of each module of a PTP head's, or draft layers.
 
     Raises:
         CheckpointError: A file is missing or damaged, or the adapters are not those the head was saved with.
     """
+    weights, count = (WEIGHTS_FILE, config.lora_layers) if isinstance(config, HeadConfig) else (U_EMBED_FILE, None)
     for name in ADAPTER_FILES:
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder} has no {name}, which this head needs; copy the whole folder again")
@@ -219,20 +198,15 @@ def read_adapters(folder: Path, weights: str, config: AnyHeadConfig, count: int 
     end = total or (given[-1] + 1 if given else 0)
     layers = list(range(0 if count is None else end - count, end))
     if given != (None if count is None else layers):
-        raise CheckpointError(
-            f"{settings}: layers_to_transform = {given}; allowed: "
-            f"{'null, every layer' if count is None else f'{layers}, the last {count} layers of the target'}; save the "
-            "head again"
-        )
+        allowed = "null, every layer" if count is None else f"{layers}, the last {count} layers of the target"
+        raise CheckpointError(f"{settings}: layers_to_transform = {given}; allowed: {allowed}; save the head again")
     tensors = read_tensors(file)
     check_adapter_shapes(file, shapes_of(tensors), layers, peft.r, config.hidden_size)
     with open_tensors(folder / weights) as handle:
         digest = (handle.metadata() or {}).get(ADAPTER_DIGEST)
     if adapter_digest({name: (folder / name).read_bytes() for name in ADAPTER_FILES}) != digest:
-        raise CheckpointError(
-            f"{folder}: {' and '.join(ADAPTER_FILES)} are not those {weights} was saved with; copy the folder again, "
-            "or save the head with its adapters"
-        )
+        names = " and ".join(ADAPTER_FILES)
+        raise CheckpointError(f"{folder}: {names} are not those {weights} was saved with; copy the folder again")
     return Adapters(layers, peft.r, peft.lora_alpha, module_names(tensors), tensors)
 
 
@@ -244,7 +218,7 @@ def adapter_digest(contents: Mapping[str, bytes]) -> str:
 def check_adapter_shapes(file: Path, shapes: Shapes, layers: Sequence[int], rank: int, hidden_size: int) -> None:
     """Raise CheckpointError unless all `layers` have A [rank, in] and B [out, rank] of the same modules."""
     matches = {name: match for name in shapes if (match := _ADAPTER.fullmatch(name))}
-    modules = {match["module"] for match in matches.values()} or {"self_attn.q_proj"}
+    modules = {match[1] for match in matches.values()} or {"self_attn.q_proj"}
     prefix = next((name.partition("layers.")[0] for name in matches), "base_model.model.")
     expected: dict[str, tuple[int | None, ...]] = {}
     for module in sorted(modules):
@@ -261,4 +235,4 @@ def check_adapter_shapes(file: Path, shapes: Shapes, layers: Sequence[int], rank
 def module_names(names: Iterable[str]) -> list[str]:
     """Return the adapted modules, as PEFT's `target_modules` lists them, of tensors with these names."""
     matches = map(_ADAPTER.fullmatch, names)
-    return sorted({match["module"].rpartition(".")[2] for match in matches if match})
+    return sorted({match[1].rpartition(".")[2] for match in matches if match})

@@ -15,8 +15,6 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 U_EMBED_FILE = "u_embed.safetensors"  # of a PTP head, instead of WEIGHTS_FILE
 PROVENANCE_FILE = "provenance.json"
-SHIPPED_FOLDER = "mtpc"  # of bundled heads, in a target's folder
-DEFAULT_HEAD = "default"  # first of several bundled heads
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TARGET_NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")  # some have no owner: gpt2
@@ -41,9 +39,7 @@ def file_exists(folder: Path, name: str) -> bool:
     try:
         return (folder / name).is_file()
     except PermissionError:
-        raise CheckpointError(
-            f"{folder}: permission denied; its owner lets you read it with: chmod -R a+rX {folder}"
-        ) from None
+        raise CheckpointError(f"{folder}: permission denied; its owner types: chmod -R a+rX {folder}") from None
 
 
 def require_weights(folder: Path, name: str) -> Path:
@@ -63,27 +59,21 @@ def find_head(path: str | Path) -> Path | None:
 
 
 def bundled_heads(target: Path) -> list[Path]:
-    """Return the folders of a target's bundled heads, readable or not.
-
-    The order is `mtpc/`, `mtpc/default/`, then `mtpc/NAME/` by name; the first one is served.
-    """
-    place = target / SHIPPED_FOLDER
+    """Return a target's `mtpc/`, `mtpc/default/` and `mtpc/NAME/` by name that have a config; the first is served."""
+    place = target / "mtpc"
     if not os.path.isdir(place):
         return []
-    named = sorted(place.iterdir(), key=lambda path: (path.name != DEFAULT_HEAD, path.name))
+    named = sorted(place.iterdir(), key=lambda path: (path.name != "default", path.name))
     return [folder for folder in (place, *named) if (folder / CONFIG_FILE).is_file()]
 
 
 def resolve_head(model: str, revision: str | None = None, max_bytes: int | None = None) -> Path:
-    """Return the local folder of a head.
+    """Return the local folder of a head. A folder without a head is returned as it is; reading it raises the error.
 
     Args:
         model: A head folder, a target's folder with a bundled head, or a hub repository, which is downloaded.
         revision: Of the repository.
         max_bytes: Download only the repository of a head, and at most this many bytes.
-
-    Returns:
-        The folder of the head. A folder without a head is returned as it is; reading it raises the error.
 
     Raises:
         CheckpointError: `model` does not exist, is a file, or cannot be downloaded.
@@ -91,10 +81,8 @@ def resolve_head(model: str, revision: str | None = None, max_bytes: int | None 
     path = Path(os.path.expanduser(model))
     if not os.path.isdir(path):  # os.path: False, not an error, for names that no file system takes
         if os.path.isfile(path) or not HUB_NAME.fullmatch(model):
-            raise CheckpointError(
-                f"no head at {model}: a head is a folder with {CONFIG_FILE} and safetensors, and pickled weights are "
-                "never loaded; correct the path of the head"
-            )
+            reason = f"a head is a folder with {CONFIG_FILE} and safetensors, and pickled weights are never loaded"
+            raise CheckpointError(f"no head at {model}: {reason}; correct the path of the head")
         path = download(model, "head", revision, max_bytes)
     return find_head(path) or path
 
@@ -149,35 +137,23 @@ def verifier_path(folder: Path, name: str) -> str | None:
 
 
 def resolve_verifier(folder: Path, name: str) -> str:
-    """Return a head's target for vLLM: a folder that exists, or a hub name.
-
-    Args:
-        folder: Of the head.
-        name: Of the target, in the head's config.
+    """Return the target that the config of the head in `folder` names, for vLLM: a folder that exists, or a hub name.
 
     Raises:
-        CheckpointError: The folder does not exist, is outside of the downloaded repository that the head is in, or has
-            the form of a hub name.
+        CheckpointError: The folder does not exist, is outside of the head's repository, or has the form of a hub name.
     """
     path = verifier_path(folder, name)
     given = f"{folder}: its {CONFIG_FILE} names the target {name!r}"
     if path is None:
         if os.path.lexists(folder / name):
-            raise CheckpointError(
-                f"{given}, a name on the hub, and a folder of that name is in the head; write './{name}' if it is "
-                "the target, else delete the folder"
-            )
+            remedy = f"write './{name}' if it is the target, else delete the folder"
+            raise CheckpointError(f"{given}, a name on the hub, and a folder of that name is in the head; {remedy}")
         return name
     chosen = f'{{"method": "{head_method(folder) or next(iter(FAMILIES))}", "model": "{folder}"}}'
     remedy = f"type vllm serve TARGET --speculative-config '{chosen}'; vllm-mtpc's commands take --target TARGET"
-    if (root := _repository(folder)) and os.path.commonpath((root, path)) != root:
+    root = re.match(r".*/models--[^/]+/snapshots/[^/]+", os.path.realpath(folder))  # in the hub's cache
+    if root and os.path.commonpath((root[0], path)) != root[0]:
         raise CheckpointError(f"{given}, which is outside of its repository on the hub; {remedy}")
     if not os.path.isdir(path):
         raise CheckpointError(f"{given}, and no folder {path} exists; copy the target there or {remedy}")
     return path
-
-
-def _repository(folder: Path) -> str | None:
-    """Return the repository in the hub's cache (models--OWNER--NAME/snapshots/COMMIT) that contains a folder."""
-    found = re.match(r".*/models--[^/]+/snapshots/[^/]+", os.path.realpath(folder))
-    return found[0] if found else None

@@ -27,21 +27,16 @@ PLOTS = {
 
 
 def card_data(
-    tags: Sequence[str],
+    tags: list[str],
     base_model: str | None,
     license: Mapping[str, Any] | None = None,
     results: Sequence[EvalResult] = (),
     name: str = "",
 ) -> ModelCardData:
     """Return the metadata of a head's card; `name` is the model name of `results`."""
-    measured: dict[str, Any] = {"model_name": name, "eval_results": list(results)} if results else {}
-    given = {"tags": list(tags), "base_model": base_model, **(license or {}), **measured}
-    return ModelCardData(library_name="vllm", pipeline_tag=TASK, **given)
-
-
-def front_matter(data: ModelCardData) -> str:
-    """Return the YAML block at the start of a model card."""
-    return f"---\n{data.to_yaml()}\n---"
+    given: dict[str, Any] = {**(license or {})}
+    given |= {"model_name": name, "eval_results": list(results)} if results else {}
+    return ModelCardData(library_name="vllm", pipeline_tag=TASK, tags=tags, base_model=base_model, **given)
 
 
 def eval_results(tokens_per_step: Mapping[str, float], texts: Sequence[str]) -> list[EvalResult]:
@@ -90,10 +85,10 @@ def target_license(target: str, is_online: bool = False) -> dict[str, Any]:
 
 
 def converted_card(config: AnyHeadConfig, title: str, source: str) -> str:
-    """Return the README.md of a head that was converted from the checkpoint `source`."""
+    """Return the README.md of a head that was converted from `source`."""
     target = config.speculators_config.verifier.name_or_path
     return (
-        f"{front_matter(card_data(tags_of(config), hub_name(target)))}\n\n# {title}\n\n"
+        f"---\n{card_data(tags_of(config), hub_name(target)).to_yaml()}\n---\n\n# {title}\n\n"
         f"Converted from `{source}` by `vllm-mtpc convert`; target `{target}`. Drafts do not change the target's "
         "output distribution.\n"
     )

@@ -14,17 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_mtpc.checkpoint.load import (
-    Shapes,
-    check_adapter_shapes,
-    check_shapes,
-    module_names,
-    read_adapters,
-    read_config,
-    read_tensors,
-    require_method,
-    shapes_of,
-)
+from vllm_mtpc.checkpoint import load
+from vllm_mtpc.checkpoint.load import shapes_of
 from vllm_mtpc.checkpoint.locate import U_EMBED_FILE, require_weights
 from vllm_mtpc.checkpoint.save import to_save, write_folder
 from vllm_mtpc.config.ptp_config import PtpConfig
@@ -58,14 +49,14 @@ def save_ptp(
     dtype: torch.dtype = torch.float16,
     late: LateNetwork | None = None,
 ) -> None:
-    """Write the folder of a PTP head.
+    """Write the folder of a PTP head as `vllm_mtpc.checkpoint.save_head`.
 
     Args:
-        folder: Created if it does not exist. Files of an earlier head are replaced once all new ones are complete.
+        folder: Of the head.
         config: Of the head.
         lora: Adapters by PEFT's names ("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight").
         embedding: Of u.
-        provenance: Of the head, for `provenance.json`; package versions are added.
+        provenance: For `provenance.json`.
         card: The text of `README.md`.
         dtype: Of the tensors on disk.
         late: The late network of variant "late".
@@ -75,19 +66,18 @@ def save_ptp(
     """
     folder = Path(folder)
     lora, u_embed = to_save(folder, lora, dtype), to_save(folder, _u_tensors(embedding, late), dtype)
-    file = folder / ADAPTER_WEIGHTS_FILE
-    check_adapter_shapes(file, shapes_of(lora), range(config.num_layers), config.lora_rank, config.hidden_size)
-    _check_embedding(folder / U_EMBED_FILE, shapes_of(u_embed), config)
-    adapters = Adapters(None, config.lora_rank, config.lora_alpha, module_names(lora), lora)
-    write_folder(
-        folder, U_EMBED_FILE, u_embed, adapters, config, provenance, card, **config.model_dump(include=IDENTITY)
-    )
+    file, shapes = folder / ADAPTER_WEIGHTS_FILE, shapes_of(lora)
+    load.check_adapter_shapes(file, shapes, range(config.num_layers), config.lora_rank, config.hidden_size)
+    _check_embedding(folder / U_EMBED_FILE, u_embed, config)
+    adapters = Adapters(None, config.lora_rank, config.lora_alpha, load.module_names(lora), lora)
+    identity = config.model_dump(include=IDENTITY)
+    write_folder(folder, U_EMBED_FILE, u_embed, adapters, config, provenance, card, **identity)
 
 
 def load_ptp(folder: Path | str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> PtpHead:
     """Load a PTP head with tensors of `dtype` on `device`. Raises CheckpointError or HeadConfigError."""
     folder = Path(folder)
-    config = require_method("ptp", folder, read_config(folder))
+    config = load.require_method("ptp", folder, load.read_config(folder))
     adapters, stored = _read(folder, config)
     lora, u_embed = (
         {name: tensor.to(device, dtype) for name, tensor in tensors.items()} for tensors in (adapters.tensors, stored)
@@ -102,12 +92,7 @@ def load_ptp(folder: Path | str, dtype: torch.dtype = torch.float32, device: tor
 
 
 def load_student(folder: Path | str, target: Any) -> Student:
-    """Load a PTP head onto `target`, a `vllm_mtpc.hf.Target`, without gradients.
-
-    Raises:
-        CheckpointError: A file is missing, damaged, or of another shape.
-        HeadConfigError: The config is not valid, or the head is of another target.
-    """
+    """Load a PTP head onto `target`, a `vllm_mtpc.hf.Target`, without gradients; raises as `load_ptp`."""
     head = load_ptp(folder)
     student = Student(target, head.config)
     student.take(head.lora, head.embedding, head.late)
@@ -120,9 +105,8 @@ def check_ptp(folder: Path | str, config: PtpConfig) -> Adapters:
 
 
 def _read(folder: Path, config: PtpConfig) -> tuple[Adapters, dict[str, Tensor]]:
-    """Return the adapters and the tensors of `u_embed.safetensors`, as they are on disk."""
     file = require_weights(folder, U_EMBED_FILE)
-    adapters = read_adapters(folder, U_EMBED_FILE, config)
+    adapters = load.read_adapters(folder, config)
     if (adapters.rank, adapters.alpha) != (config.lora_rank, config.lora_alpha):
         raise CheckpointError(
             f"{folder / ADAPTER_CONFIG_FILE}: r = {adapters.rank}, lora_alpha = {adapters.alpha:g}, but config.json "
@@ -132,19 +116,18 @@ def _read(folder: Path, config: PtpConfig) -> tuple[Adapters, dict[str, Tensor]]
         metadata = handle.metadata()
     for key, value in config.model_dump(include=IDENTITY).items():
         if metadata.get(key) != value:
-            raise CheckpointError(
-                f"{file}: was trained with {key} {metadata.get(key)!r}, but config.json has {value!r}; correct "
-                "config.json or copy the head again"
-            )
-    u_embed = read_tensors(file)
-    _check_embedding(file, shapes_of(u_embed), config)
+            has = f"was trained with {key} {metadata.get(key)!r}, but config.json has {value!r}"
+            raise CheckpointError(f"{file}: {has}; correct config.json or copy the head again")
+    u_embed = load.read_tensors(file)
+    _check_embedding(file, u_embed, config)
     return adapters, u_embed
 
 
-def _check_embedding(file: Path, shapes: Shapes, config: PtpConfig) -> None:
+def _check_embedding(file: Path, u_embed: Mapping[str, Tensor], config: PtpConfig) -> None:
     with torch.device("meta"):
         expected = shapes_of(_u_tensors(*_build(config)))
-    check_shapes(file, shapes, expected, "u_embedding, u_features, u_hidden, late_width, hidden_size")
+    source = "u_embedding, u_features, u_hidden, late_width, hidden_size"
+    load.check_shapes(file, shapes_of(u_embed), expected, source)
 
 
 def _build(config: PtpConfig) -> tuple[AuxEmbedding, LateNetwork | None]:
@@ -153,6 +136,5 @@ def _build(config: PtpConfig) -> tuple[AuxEmbedding, LateNetwork | None]:
 
 
 def _u_tensors(embedding: AuxEmbedding, late: LateNetwork | None) -> dict[str, Tensor]:
-    """Return the tensors of `u_embed.safetensors` by name."""
     late_tensors = {} if late is None else {LATE + name: value for name, value in late.state_dict().items()}
     return {**embedding.state_dict(), **late_tensors}

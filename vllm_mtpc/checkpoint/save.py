@@ -33,13 +33,13 @@ def save_head(
     dtype: torch.dtype = torch.float16,
     draft_layers: DraftLayers | Adapters | None = None,
 ) -> None:
-    """Write the folder of an MtPC head.
+    """Write the folder of an MtPC head. Files of an earlier head are replaced once all new ones are complete.
 
     Args:
-        folder: Created if it does not exist. Files of an earlier head are replaced once all new ones are complete.
+        folder: Created if it does not exist.
         config: Of the head.
         head: Its state dict is saved.
-        provenance: Of the head, for `provenance.json`; package versions are added.
+        provenance: For `provenance.json`; package versions are added.
         card: The text of `README.md`.
         dtype: Of the head's tensors on disk. Adapters are saved in float32.
         draft_layers: Those the head was trained with, `config.lora_layers` of them.
@@ -49,12 +49,9 @@ def save_head(
     """
     folder = Path(folder)
     adapters = draft_layers.adapters if isinstance(draft_layers, DraftLayers) else draft_layers
-    given = adapters.num_layers if adapters else 0
-    if given != config.lora_layers:
-        raise CheckpointError(
-            f"{folder}: not saved: the config has lora_layers={config.lora_layers}, but draft_layers has {given}; pass "
-            "the draft layers the head was trained with"
-        )
+    if (given := adapters.num_layers if adapters else 0) != config.lora_layers:
+        found = f"the config has lora_layers={config.lora_layers}, but draft_layers has {given}"
+        raise CheckpointError(f"{folder}: not saved: {found}; pass the draft layers the head was trained with")
     tensors = to_save(folder, head.state_dict(), dtype)
     if adapters:
         adapters = adapters._replace(tensors=to_save(folder, adapters.tensors, torch.float32))
@@ -67,8 +64,8 @@ def to_save(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> 
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
             raise CheckpointError(
-                f"{folder}: tensor {name!r} holds NaN or infinity as {tensor.dtype}; not saved: "
-                "train it again, or save with dtype=torch.float32 if it left the range of a 16-bit float"
+                f"{folder}: tensor {name!r} holds NaN or infinity as {tensor.dtype}; not saved: train it again, or "
+                "save with dtype=torch.float32"
             )
     return tensors
 
@@ -83,20 +80,8 @@ def write_folder(
     card: str,
     **metadata: str,
 ) -> None:
-    """Write the files of a head, then remove other files of an earlier head.
-
-    Args:
-        folder: Of the head.
-        weights: Name of the file of `tensors`.
-        tensors: As `to_save` returns them.
-        adapters: Saved as PEFT's files; their digest is added to the metadata of `weights`.
-        config: Of the head.
-        provenance: For `provenance.json`.
-        card: For `README.md`.
-        **metadata: Of the file `weights`.
-    """
-    metadata |= {"format": "pt"}
-    adapter_files: dict[str, bytes] = {}
+    """Write a head's files, `tensors` and `metadata` to the file `weights`, then remove others of an earlier head."""
+    metadata["format"], adapter_files = "pt", {}
     if adapters:
         adapter_files = adapters.files(config.speculators_config.verifier.name_or_path)
         metadata[ADAPTER_DIGEST] = adapter_digest(adapter_files)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -17,16 +15,10 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 class Shards:
-    """The tensors of a folder.
-
-    Args:
-        folder: Of a model.
+    """The tensors of a model's folder; raises CheckpointError without a readable file or index with plain names.
 
     Attributes:
         files: The file of each tensor.
-
-    Raises:
-        CheckpointError: No readable safetensors file or index, or a file name in the index is not plain.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -40,29 +32,19 @@ class Shards:
             raise CheckpointError(f"{index}: has no weight_map; copy the folder again")
         for tensor, name in named.items():
             if not isinstance(name, str) or Path(name).name != name or not name.isprintable() or len(name) > MAX_NAME:
-                raise CheckpointError(
-                    f"{index}: weight_map has {name!r} for {tensor}; allowed: the name of a file next to it; copy the "
-                    "folder again"
-                )
+                reason = f"weight_map has {name!r} for {tensor}; allowed: the name of a file next to it"
+                raise CheckpointError(f"{index}: {reason}; copy the folder again")
         self.files = {tensor: folder / name for tensor, name in named.items()}
         check_lengths(index, self.files)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor; raises CheckpointError if it does not exist."""
-        return self._read(name, lambda handle: tuple(handle.get_slice(name).get_shape()))
-
     def read(self, name: str) -> Tensor:
         """Return a tensor, memory-mapped; raises CheckpointError unless it exists and all its values are finite."""
-        tensor = self._read(name, lambda handle: handle.get_tensor(name))
-        return check_values(self.files[name], name, tensor)
+        if name not in self.files:
+            raise CheckpointError(f"{self.folder}: tensor(s) missing: {name}; copy it whole, or name another model")
+        with open_tensors(self.files[name]) as handle:  # raises for a name that only the index has
+            return check_values(self.files[name], name, handle.get_tensor(name))
 
     def find_suffix(self, end: str) -> str | None:
         """Return the only tensor named `end` or `PREFIX.end`, None if there is no such tensor or several."""
         found = [name for name in self.files if name == end or name.endswith(f".{end}")]
         return found[0] if len(found) == 1 else None
-
-    def _read(self, name: str, read: Callable[[Any], Any]) -> Any:
-        if name not in self.files:
-            raise CheckpointError(f"{self.folder}: tensor(s) missing: {name}; copy it whole, or name another model")
-        with open_tensors(self.files[name]) as handle:  # raises for a name that only the index has
-            return read(handle)

@@ -1,8 +1,7 @@
 """`vllm-mtpc token-heads`: write the prediction heads that a target already has as a head folder.
 
-A target trained to predict several tokens at once (EvaByte: eight bytes) has rows [V i, V (i + 1)) of its lm_head for
-token i + 1 after the last. They form a fully factorised circuit of one component. Serving takes x_1 from the first of
-them, which is the target, and drafts from the others.
+EvaByte predicts eight bytes at once: rows [V i, V (i + 1)) of its lm_head are for token i + 1 after the last. They form
+a fully factorised circuit of one component. Serving takes x_1 from the first, the target, and drafts from the others.
 """
 
 from __future__ import annotations
@@ -36,17 +35,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write_token_heads(name: str, out: Path) -> HeadConfig:
-    """Write the head folder `out` of the prediction heads of a target.
+    """Write the prediction heads of a target, a folder or hub name, to `out`; returns the head's config.
 
-    Args:
-        name: Of the target, a folder or a hub repository, which is downloaded with its weights.
-        out: The head folder.
-
-    Returns:
-        The config of the head.
-
-    Raises:
-        CheckpointError: The target has fewer than two prediction heads.
+    Raises CheckpointError for a target with fewer than two.
     """
     from vllm_mtpc.checkpoint.metadata import converted_card
     from vllm_mtpc.checkpoint.save import save_head
@@ -60,10 +51,8 @@ def write_token_heads(name: str, out: Path) -> HeadConfig:
     is_matrix = weight.dim() == 2 and type(vocab_size) is int and vocab_size > 0
     heads = len(weight) // vocab_size if is_matrix else 0
     if heads < 2 or tuple(weight.shape) != (heads * vocab_size, hidden_size):
-        raise CheckpointError(
-            f"{name}: {LM_HEAD} is {'x'.join(map(str, weight.shape))} with vocab_size={vocab_size}, "
-            f"hidden_size={hidden_size}; allowed: two or more times vocab_size rows; train a head for this target"
-        )
+        found = f"{'x'.join(map(str, weight.shape))} with vocab_size={vocab_size}, hidden_size={hidden_size}"
+        raise CheckpointError(f"{name}: {LM_HEAD} is {found}; allowed: 2 or more times vocab_size rows; train a head")
     verifier = verifier_name(name, out)
     config = HeadConfig.create(circuit="ff", window=heads, num_components=1, target=target, verifier=verifier)
     head = build_head(config)
