@@ -15,19 +15,18 @@ import errno
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from vllm_mtpc.data.rows import Rows
-from vllm_mtpc.errors import UsageError, one_line
-from vllm_mtpc.files import replace_file, replacing
+from vllm_mtpc.errors import UsageError
+from vllm_mtpc.files import read_json, replace_file, replacing
 from vllm_mtpc.progress import Bar
 
 if TYPE_CHECKING:
@@ -75,39 +74,6 @@ class HiddenSource(Protocol):
     def hidden(self, row_indices: Tensor) -> Any: ...
 
 
-class Index(BaseModel):
-    """Content of `index.json`."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    format_version: Literal[1]
-    target: str
-    target_fingerprint: str
-    data_fingerprint: str
-    num_rows: PositiveInt
-    seq_len: PositiveInt
-    hidden_size: PositiveInt
-    dtype: Literal["float16", "bfloat16", "float32"]
-    layer: None  # states after the final norm
-    layers: list[int] = []  # states after these numbers of layers come first, as of `Computed`
-    rows_per_shard: PositiveInt
-
-    @property
-    def shards(self) -> list[range]:
-        """Rows of each shard."""
-        first = range(0, self.num_rows, self.rows_per_shard)
-        return [range(row, min(row + self.rows_per_shard, self.num_rows)) for row in first]
-
-    @property
-    def metadata(self) -> dict[str, str]:
-        """Metadata of the shards."""
-        return {"format": "pt", "data": self.data_fingerprint, "target": self.target_fingerprint}
-
-    @property
-    def row_bytes(self) -> int:
-        return self.seq_len * self.hidden_size * DTYPES[self.dtype].itemsize
-
-
 class Computed:
     """States that the target computes at every call.
 
@@ -153,18 +119,23 @@ class Computed:
 
 
 class HiddenCache:
-    """States of a cache folder; only the requested rows are read."""
+    """States of a cache folder; only the requested rows are read.
 
-    def __init__(self, index: Index, rows: Rows, shards: Sequence[Tensor], device: torch.device) -> None:
-        self.index, self.rows, self.device = index, rows, device
-        self._shards = shards  # memory maps: pages are read on access
+    Args:
+        rows: Packed rows, [N, S].
+        shards: Memory-mapped states [R, S, D], all but the last of the same number of rows.
+        device: Of the states that are returned.
+    """
+
+    def __init__(self, rows: Rows, shards: Sequence[Tensor], device: torch.device) -> None:
+        self.rows, self.shards, self.device = rows, shards, device
 
     def hidden(self, row_indices: Tensor) -> Tensor:
         """Return the states, [B, S, D], of rows[row_indices [B]] on `device`; hidden[b, t] predicts token t + 1."""
-        index = self.index
-        states = torch.empty(len(row_indices), index.seq_len, index.hidden_size, dtype=DTYPES[index.dtype])
+        per_shard, *shape = self.shards[0].shape
+        states = self.shards[0].new_empty(len(row_indices), *shape)
         for place, row in enumerate(row_indices.tolist()):
-            states[place] = self._shards[row // index.rows_per_shard][row % index.rows_per_shard]
+            states[place] = self.shards[row // per_shard][row % per_shard]
         return states.to(self.device)
 
 
@@ -181,83 +152,74 @@ def write_cache(
         layers: As of `Computed`.
 
     Raises:
-        UsageError: The folder holds other states, a shard is damaged, states are not finite in `dtype`, or the disk is
+        MtpcError: The folder holds other states, a file is damaged, states are not finite in `dtype`, or the disk is
             full. Finished shards are kept.
     """
     file = folder / INDEX_FILE
-    given = read_index(file) if file.is_file() else None
-    source = Computed(target, rows, dtype or (DTYPES[given.dtype] if given else None), layers=layers)
+    given = {"layers": []} | read_json(file) if file.is_file() else {}
+    source = Computed(target, rows, dtype or DTYPES.get(given.get("dtype", "")), layers=layers)
     index = _index(source, given)
-    if given is None and (stray := sorted(path.name for path in folder.glob("shard-*.safetensors"))):
-        raise UsageError(f"{folder} has no {INDEX_FILE} but holds {stray[0]}; name another folder, or delete this one")
+    if differing := [key for key in sorted(given.keys() | index) if given and given.get(key) != index.get(key)]:
+        values = (f"{key} {given.get(key)!s:.16} (requested: {index.get(key)!s:.16})" for key in differing)
+        raise UsageError(
+            f"{folder} holds other hidden states: {', '.join(values)}; name another folder, or delete this one"
+        )
+    metadata = {"format": "pt", "data": index["data_fingerprint"], "target": index["target_fingerprint"]}
+    parts = torch.arange(len(rows.tokens)).split(index["rows_per_shard"])
+    files = [folder / f"shard-{number:05d}.safetensors" for number in range(len(parts))]
+    shape, states = (index["seq_len"], source.hidden_size), {}
     try:
-        shards = [_read_shard(folder, index, shard) for shard in range(len(index.shards))]
-        missing = [shard for shard, states in enumerate(shards) if states is None]
-        left = sum(len(index.shards[shard]) for shard in missing)
-        _check_room(folder, left * index.row_bytes)
+        states = {path: _read_shard(path, source.dtype, (len(part), *shape), metadata)
+                  for path, part in zip(files, parts, strict=True) if path.is_file()}  # fmt: skip
+        left = sum(len(part) for path, part in zip(files, parts, strict=True) if path not in states)
+        _check_room(folder, left * _row_bytes(source))
         folder.mkdir(parents=True, exist_ok=True)
-        if given is None:
-            replace_file(file, (index.model_dump_json(indent=2) + "\n").encode())
-        with Bar(total=index.num_rows, initial=index.num_rows - left, desc="hidden states", unit="row") as bar:
-            for shard in missing:
-                states = _finite_states(source, torch.tensor(index.shards[shard]), bar)
-                with replacing(folder / shard_name(shard)) as (partial,):
-                    save_file({"hidden": states}, partial, index.metadata)
+        if not given:
+            replace_file(file, (json.dumps(index, indent=2) + "\n").encode())
+        with Bar(total=len(rows.tokens), initial=len(rows.tokens) - left, desc="hidden states", unit="row") as bar:
+            for path, part in zip(files, parts, strict=True):
+                if path in states:
+                    continue
+                new = _finite_states(source, part, bar)
+                with replacing(path) as (partial,):
+                    save_file({"hidden": new}, partial, metadata)
                     partial.chmod(0o644)  # safetensors gives access to the owner only
-                shards[shard] = _read_shard(folder, index, shard)
+                states[path] = _read_shard(path, source.dtype, (len(part), *shape), metadata)
     except (OSError, SafetensorError) as error:  # safetensors wraps the system's errors
         full = getattr(error, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC}" in str(error)
         raise UsageError(
             f"{folder}: hidden states cannot be written ({'the disk is full' if full else error}); finished shards "
             "are intact: free space and run again to continue"
         ) from None
-    return HiddenCache(index, rows, cast(list[Tensor], shards), target.device)
+    return HiddenCache(rows, [states[path] for path in files], target.device)
 
 
-def read_index(file: Path) -> Index:
-    """Return the index of a cache; raises UsageError."""
-    try:
-        return Index.model_validate_json(file.read_bytes())
-    except ValidationError as error:
-        raise UsageError(f"{file}: {one_line(error, Index)}; delete the folder and make the cache again") from None
+def _row_bytes(source: Computed) -> int:
+    return source.rows.tokens.shape[1] * source.hidden_size * source.dtype.itemsize
 
 
-def shard_name(shard: int) -> str:
-    return f"shard-{shard:05d}.safetensors"
-
-
-def _index(source: Computed, given: Index | None) -> Index:
-    """Return the index of a folder of these states; raises UsageError if its index is `given` and of other states."""
+def _index(source: Computed, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of `index.json`; `given` is that of the folder."""
     num_rows, seq_len = source.rows.tokens.shape
-    row_bytes = seq_len * source.hidden_size * source.dtype.itemsize
-    index = Index(
-        format_version=1,
-        target=source.target.name,
-        target_fingerprint=target_fingerprint(source.target),
-        data_fingerprint=data_fingerprint(source.rows),
-        num_rows=num_rows,
-        seq_len=seq_len,
-        hidden_size=source.hidden_size,
-        dtype=cast(Any, str(source.dtype).removeprefix("torch.")),
-        layer=None,
-        layers=source.layers,
-        rows_per_shard=given.rows_per_shard if given else max(1, SHARD_BYTES // row_bytes),
-    )
-    theirs = given.model_dump(exclude={"target"}) if given else {}  # the target's name may differ
-    differing = [
-        f"{key.removesuffix('_fingerprint')} {value!s:.16} (requested: {getattr(index, key)!s:.16})"
-        for key, value in theirs.items()
-        if value != getattr(index, key)
-    ]
-    if differing:
-        raise UsageError(
-            f"the cache holds other hidden states: {', '.join(differing)}; name another folder, or delete this one"
-        )
-    return index
+    per_shard = given.get("rows_per_shard")
+    if not isinstance(per_shard, int) or per_shard < 1:
+        per_shard = max(1, SHARD_BYTES // _row_bytes(source))
+    return {
+        "format_version": 1,
+        "target": given.get("target", source.target.name),  # the target's name may differ
+        "target_fingerprint": target_fingerprint(source.target),
+        "data_fingerprint": data_fingerprint(source.rows),
+        "num_rows": num_rows,
+        "seq_len": seq_len,
+        "hidden_size": source.hidden_size,
+        "dtype": str(source.dtype).removeprefix("torch."),
+        "layer": None,  # states after the final norm
+        "layers": source.layers,
+        "rows_per_shard": per_shard,
+    }
 
 
 def _finite_states(source: Computed, rows: Tensor, bar: Bar) -> Tensor:
-    """Compute the states of some rows; raises UsageError if one is not finite."""
     parts = []
     for some in rows.split(BATCH_ROWS):
         parts.append(source.hidden(some).cpu())
@@ -280,16 +242,13 @@ def _check_room(folder: Path, needed: int) -> None:
         )
 
 
-def _read_shard(folder: Path, index: Index, shard: int) -> Tensor | None:
-    """Return the memory-mapped states of a shard, None if it is absent; raises UsageError if it is damaged."""
-    path, shape = folder / shard_name(shard), (len(index.shards[shard]), index.seq_len, index.hidden_size)
-    if not path.is_file():
-        return None
+def _read_shard(path: Path, dtype: torch.dtype, shape: tuple[int, ...], metadata: dict[str, str]) -> Tensor:
+    """Return the memory-mapped states of a shard; raises UsageError if it is damaged."""
     try:
         with safe_open(path, framework="pt") as handle:
-            states, metadata = handle.get_tensor("hidden"), handle.metadata()
-        if (states.dtype, tuple(states.shape), metadata) != (DTYPES[index.dtype], shape, index.metadata):
-            raise OSError(f"it holds {states.dtype} {tuple(states.shape)} of {metadata}, not those of {INDEX_FILE}")
+            states, found = handle.get_tensor("hidden"), handle.metadata()
+        if (states.dtype, tuple(states.shape), found) != (dtype, shape, metadata):
+            raise OSError(f"it holds {states.dtype} {tuple(states.shape)} of {found}, not those of {INDEX_FILE}")
     except (SafetensorError, OSError) as error:
         raise UsageError(f"{path} is not usable ({error}); delete it and run the command that made it again") from None
     return states

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     options = settled(parse({**shared, "out": args.out, "evaluation_sequences": 0}, "cache"))
     target = read_target(options, choose_device(options.device))
     rows, report, _ = read_data(options, target, print)
-    index = write_cache(args.out, target, rows, DTYPES.get(args.dtype)).index
-    size = index.num_rows * index.row_bytes
-    print(f"{args.out}: {index.num_rows:,} rows, {report.tokens:,} tokens, {size / 1e9:.3f} GB, {index.dtype}")
+    shards = write_cache(args.out, target, rows, DTYPES.get(args.dtype)).shards
+    size, dtype = sum(shard.nbytes for shard in shards), str(shards[0].dtype).removeprefix("torch.")
+    print(f"{args.out}: {report.rows:,} rows, {report.tokens:,} tokens, {size / 1e9:.3f} GB, {dtype}")
     return 0
