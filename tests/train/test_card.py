@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 
 from tests.support.docs_rows import row
 from vllm_mtpc.engine.provenance import public
-from vllm_mtpc.train.card import circuit_card, provenance
+from vllm_mtpc.train.card import head_card, provenance
 from vllm_mtpc.train.options import TrainOptions, parse
 
 T1 = {"tokens_per_step": 1.75, "standard_error": 0.0312, "per_position": [0.5, 0.25], "anywhere": 1.8125}
@@ -58,13 +58,13 @@ def test_absolute_paths_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "argv", [f"{tmp_path}/bin/vllm-mtpc", "train", *words])
     values = make(tmp_path, {"t1": T1}, RUN, target=target, data=["/etc/x.txt"], cache="/var/states", verifier=target)
     assert values["command"] == "vllm-mtpc train --target target --out=head x.txt"
-    for text in (json.dumps(values), circuit_card(values)):
+    for text in (json.dumps(values), head_card(values)):
         assert str(tmp_path) not in text and "/etc" not in text and "/var" not in text
     assert public(["a/b", "../c", 3, None, "--x=1"]) == ["a/b", "../c", 3, None, "--x=1"]
 
 
 def test_card_has_results_definitions_and_training(tmp_path: Path) -> None:
-    card = circuit_card(make(tmp_path, {"t1": T1, "t0": T0}, RUN, components=8, beta=0.25))
+    card = head_card(make(tmp_path, {"t1": T1, "t0": T0}, RUN, components=8, beta=0.25))
     lines = card.splitlines()
     assert "|  | T=1 | T=0 |" in lines
     assert "| Tokens/step | **1.750** (s.e. 0.031) | **2.500** (s.e. 0.031) |" in lines
@@ -83,33 +83,33 @@ def test_front_matter_has_the_keys_of_the_hub(tmp_path: Path, monkeypatch: pytes
     def front(card: str) -> dict:
         return yaml.safe_load(card.split("---\n")[1])
 
-    assert front(circuit_card(make(tmp_path, {}, RUN)))["base_model"] == "org/model"
-    assert front(circuit_card(make(tmp_path, {}, RUN)))["tags"] == ["mtpc", "speculative-decoding"]
+    assert front(head_card(make(tmp_path, {}, RUN)))["base_model"] == "org/model"
+    assert front(head_card(make(tmp_path, {}, RUN)))["tags"] == ["mtpc", "speculative-decoding"]
     (tmp_path / "org" / "model").mkdir(parents=True)  # a folder is not on the hub, whatever its name looks like
     monkeypatch.chdir(tmp_path)
-    card = circuit_card(make(tmp_path, {}, RUN))
+    card = head_card(make(tmp_path, {}, RUN))
     assert "base_model" not in front(card) and "license" not in front(card)  # `vllm-mtpc push` asks for them
-    card = circuit_card(make(tmp_path, {}, RUN, verifier="someone/else"))  # how it is to be named
+    card = head_card(make(tmp_path, {}, RUN, verifier="someone/else"))  # how it is to be named
     assert front(card)["base_model"] == "someone/else"
     assert front(card)["pipeline_tag"] == "text-generation" and "model-index" not in front(card)
     (tmp_path / "org" / "model" / "README.md").write_text("---\nlicense: mit\n---\n")
-    measured = ModelCard(circuit_card(make(tmp_path, {"t1": T1, "t0": T0}, RUN))).data
+    measured = ModelCard(head_card(make(tmp_path, {"t1": T1, "t0": T0}, RUN))).data
     found = [(one.metric_name, one.metric_value) for one in measured.eval_results]
     assert found == [("Tokens/step at T=1", 1.75), ("Tokens/step at T=0", 2.5)] and measured.license == "mit"
 
 
 def test_card_has_the_commands_to_serve(tmp_path: Path) -> None:
-    card = circuit_card(make(tmp_path, {}, RUN))
+    card = head_card(make(tmp_path, {}, RUN))
     assert "\nvllm serve head\n" in card
     typed = next(line for line in card.splitlines() if "--speculative-config" in line)
     words = shlex.split(typed)
     assert words[:3] == ["vllm", "serve", "org/model"] and json.loads(words[4]) == {"method": "mtpc", "model": "head"}
-    layers = circuit_card(make(tmp_path, {}, RUN, lora_layers=2))
+    layers = head_card(make(tmp_path, {}, RUN, lora_layers=2))
     assert "last 2 layers" in layers and "Model Runner V2 alone" in layers and "vllm serve head" in layers
 
 
 def test_card_states_missing_measurement_or_training(tmp_path: Path) -> None:
-    unmeasured, untrained = (circuit_card(make(tmp_path, {}, run)) for run in (RUN, {"steps": 0}))
+    unmeasured, untrained = (head_card(make(tmp_path, {}, run)) for run in (RUN, {"steps": 0}))
     assert "**Not measured**" in unmeasured and "vllm-mtpc eval head --data DATA" in unmeasured
     assert "## Training" in unmeasured and "untrained" not in unmeasured
     assert "**This head is untrained**" in untrained and "## Training" not in untrained
@@ -117,12 +117,12 @@ def test_card_states_missing_measurement_or_training(tmp_path: Path) -> None:
 
 
 def test_card_links_existing_plots(tmp_path: Path) -> None:
-    assert "](loss.png)" not in circuit_card(make(tmp_path, {}, RUN))
+    assert "](loss.png)" not in head_card(make(tmp_path, {}, RUN))
     (tmp_path / "head").mkdir()
     (tmp_path / "head" / "loss.png").touch()
-    card = circuit_card(make(tmp_path, {}, RUN))
+    card = head_card(make(tmp_path, {}, RUN))
     assert "](loss.png)" in card and "acceptance.png" not in card
-    assert "loss.png" not in circuit_card(make(tmp_path, {}, {"steps": 0}))  # left by an earlier run
+    assert "loss.png" not in head_card(make(tmp_path, {}, {"steps": 0}))  # left by an earlier run
 
 
 def test_docs_list_exactly_the_options(root: Path) -> None:

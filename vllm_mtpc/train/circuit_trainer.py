@@ -22,7 +22,7 @@ from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.init import check_source, init_backbone, init_from_head, init_from_lm_head
 from vllm_mtpc.hf import bind
 from vllm_mtpc.train.cache import Computed, HiddenSource, write_cache
-from vllm_mtpc.train.card import circuit_card
+from vllm_mtpc.train.card import head_card
 from vllm_mtpc.train.losses import Drafter
 from vllm_mtpc.train.options import TrainOptions
 from vllm_mtpc.train.trainer import Trainer
@@ -150,7 +150,7 @@ class CircuitTrainer(Trainer):
     def write_head(self, record: dict[str, Any]) -> None:
         record["settings"]["num_components"] = self.options.num_components
         dtype = getattr(torch, self.options.dtype)
-        save_head(self.options.out, self.config, self.head, record, circuit_card(record), dtype, self.layers)
+        save_head(self.options.out, self.config, self.head, record, head_card(record), dtype, self.layers)
 
     def load_trained(self, weights: Mapping[str, Tensor]) -> None:
         with torch.device("meta"):

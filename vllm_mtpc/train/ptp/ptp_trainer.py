@@ -20,7 +20,7 @@ from vllm_mtpc.eval.text import Sampling
 from vllm_mtpc.files import read_json
 from vllm_mtpc.heads.ptp.embedding import check_embedding, default_options
 from vllm_mtpc.heads.ptp.student import Student
-from vllm_mtpc.train.card import ptp_card
+from vllm_mtpc.train.card import head_card
 from vllm_mtpc.train.options import TrainOptions
 from vllm_mtpc.train.ptp.ptp_drafter import PrefixSource, PtpDrafter, check_loss, drawing
 from vllm_mtpc.train.trainer import Trainer
@@ -121,7 +121,14 @@ class PtpTrainer(Trainer):
         if results := record["figures"]:
             config = config.model_copy(update={"accepted": results["t1"]["histogram"]})
         save_ptp(
-            self.options.out, config, student.lora(), student.embedding, record, ptp_card(record), dtype, student.late
+            self.options.out,
+            config,
+            student.lora(),
+            student.embedding,
+            record,
+            head_card(record, "ptp"),
+            dtype,
+            student.late,
         )
 
     def load_trained(self, weights: Mapping[str, Tensor]) -> None:
