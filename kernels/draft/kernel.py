@@ -153,6 +153,7 @@ class Drafter:
         # whether all are multiples of 16 on the vocabulary alone: nothing is compiled again while serving
         strides = leaf.stride()[:3]
         unit = 16 if all(stride % 16 == 0 for stride in strides) else 1
+        stride, k_stride, z_stride = (stride // unit for stride in strides)
         source = target = None
         if bigram is not None:
             source = bigram.source.contiguous()
@@ -161,36 +162,23 @@ class Drafter:
         batch = Batch(
             shape=(len(leaf), leaf.shape[1], leaf.shape[2], leaf.shape[3]),
             unit=unit,
-            leaf={
-                "leaf_ptr": leaf,
-                "leaf_stride": strides[0] // unit,
-                "k_stride": strides[1] // unit,
-                "z_stride": strides[2] // unit,
-            },
+            leaf={"leaf_ptr": leaf, "leaf_stride": stride, "k_stride": k_stride, "z_stride": z_stride},
             circuit={
-                "evidence_ptr": evidence.contiguous(),
-                "root_ptr": root.contiguous(),
-                "inner_ptr": inner.contiguous(),
-                "program_ptr": self.program,
-                "num_inner": inner.shape[1],
+                "evidence_ptr": evidence.contiguous(), "root_ptr": root.contiguous(), "inner_ptr": inner.contiguous(),
+                "program_ptr": self.program, "num_inner": inner.shape[1],
             },
             requests={"slot_ptr": slots, "temperature_ptr": temperature, "seed_ptr": seeds, "pos_ptr": pos},
             outputs={
-                "token_ptr": tokens,
-                "token_stride": tokens.stride(0),
-                "confidence_ptr": confidences,
-                "confidence_stride": confidences.stride(0),
+                "token_ptr": tokens, "token_stride": tokens.stride(0),
+                "confidence_ptr": confidences, "confidence_stride": confidences.stride(0),
             },
             cache=_cache_arguments(cache),
             first=None if bigram is None else first,
             source=source,
             target=target,
             draw=draw,
-        )
-        if self.one_launch:
-            self._draft_rows(batch)
-        else:
-            self._draft_blocks(batch)
+        )  # fmt: skip
+        (self._draft_rows if self.one_launch else self._draft_blocks)(batch)
 
     def _draft_rows(self, batch: Batch) -> None:
         """The path of one launch."""
@@ -198,68 +186,43 @@ class Drafter:
         rank, strides = 0, (None, None)
         if batch.source is not None and batch.target is not None:
             rank, strides = batch.source.shape[1], batch.target.stride()[:2]
+        chunk = min(triton.next_power_of_2(rank), max(1, TILE // 2 // self.tile["BLOCK"])) if rank else 0
         rows.draft_rows[(num_reqs,)](
-            **batch.leaf,
-            first_ptr=batch.first,
-            source_ptr=batch.source,
-            target_ptr=batch.target,
-            target_k_stride=strides[0],
-            target_stride=strides[1],
-            **batch.circuit,
-            **batch.requests,
-            **batch.outputs,
-            **batch.cache,
-            num_drafts=num_drafts,
-            r=r,
-            vocab_size=vocab_size,
-            **self.noise,
-            DRAW=batch.draw,
-            **self.tile,
-            DEPTH=self.sizes["DEPTH"],
-            BLOCKS=self.num_blocks,
-            UNIT=batch.unit,
-            RANK=rank,
-            CHUNK=min(triton.next_power_of_2(rank), max(1, TILE // 2 // self.tile["BLOCK"])) if rank else 0,
-            **REGISTERS,
-        )
+            **batch.leaf, first_ptr=batch.first, source_ptr=batch.source,
+            target_ptr=batch.target, target_k_stride=strides[0], target_stride=strides[1],
+            **batch.circuit, **batch.requests, **batch.outputs, **batch.cache,
+            num_drafts=num_drafts, r=r, vocab_size=vocab_size, **self.noise, DRAW=batch.draw, **self.tile,
+            DEPTH=self.sizes["DEPTH"], BLOCKS=self.num_blocks, UNIT=batch.unit, RANK=rank, CHUNK=chunk, **REGISTERS,
+        )  # fmt: skip
 
-    def buffers(
-        self,
-        batch: int,
-        drafts: int,
-        device: torch.device,
-        cache_dtype: torch.dtype | None = None,
-        bigram: bool = False,
-    ) -> Buffers:
-        """Allocate the buffers of the path in blocks for B requests and K drafts; cache_dtype None: without a cache."""
-        size, depth, blocks = self.sizes["R"], self.sizes["DEPTH"], self.num_blocks
-        leaves = 1 if bigram else drafts
+    def _buffers(self, batch: Batch) -> Buffers:
+        """Allocate the buffers of the path in blocks."""
+        (num_reqs, num_drafts, _, _), cache, has_bias = batch.shape, batch.cache["cache_ptr"], batch.source is not None
+        size, blocks, leaves = self.sizes["R"], self.num_blocks, 1 if has_bias else num_drafts
         width = -(-self.width // 16) * 16  # a stride that is specialised alike, whatever the batch and K
 
         def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
+            return torch.empty(shape, dtype=dtype, device=batch.leaf["leaf_ptr"].device)
 
         record_dtype = torch.float64 if self.noise["USE_FP64"] else torch.float32
-        is_cached_apart = self.shard is not None and cache_dtype is not None
+        is_cached_apart = self.shard is not None and cache is not None
         return Buffers(
-            tops=buffer(batch, leaves, blocks, size),
-            totals=buffer(batch, leaves, blocks, size),
-            norms=buffer(batch, leaves, size),
-            state=buffer(1 + depth, batch, size),
-            records=buffer(blocks, batch, launches.RECORD.value + size, dtype=record_dtype),
-            bias=buffer(batch, width) if bigram else None,
-            columns=buffer(batch, drafts, width, dtype=cache_dtype) if is_cached_apart else None,
+            tops=buffer(num_reqs, leaves, blocks, size),
+            totals=buffer(num_reqs, leaves, blocks, size),
+            norms=buffer(num_reqs, leaves, size),
+            state=buffer(1 + self.sizes["DEPTH"], num_reqs, size),
+            records=buffer(blocks, num_reqs, launches.RECORD.value + size, dtype=record_dtype),
+            bias=buffer(num_reqs, width) if has_bias else None,
+            columns=buffer(num_reqs, num_drafts, width, dtype=cache.dtype) if is_cached_apart else None,
         )
 
     def _draft_blocks(self, batch: Batch) -> None:
         """The path in blocks of the vocabulary."""
         num_reqs, num_drafts, r, vocab_size = batch.shape
         shard, blocks, cache = self.shard, self.num_blocks, batch.cache["cache_ptr"]
-        begin = None
+        begin, held = None, self._buffers(batch)
         if shard is not None:
             vocab_size, begin = shard.stop - shard.start, shard.start
-        device, cache_dtype = batch.leaf["leaf_ptr"].device, None if cache is None else cache.dtype
-        held = self.buffers(num_reqs, num_drafts, device, cache_dtype, batch.source is not None)
         bias = {"bias_ptr": held.bias, "bias_stride": 0 if held.bias is None else held.bias.shape[1]}
         leaves = held.norms.shape[1]  # normalised together
         written = batch.cache if held.columns is None else _cache_arguments(held.columns)
@@ -269,90 +232,43 @@ class Drafter:
                 self._add_bias(batch, k, held.bias, vocab_size)
             if k % leaves == 0:
                 launches.leaf_blocks[(blocks, leaves, num_reqs)](
-                    **batch.leaf,
-                    **bias,
-                    draft=k,
-                    top_ptr=held.tops,
-                    total_ptr=held.totals,
-                    num_drafts=leaves,
-                    r=r,
-                    vocab_size=vocab_size,
-                    UNIT=batch.unit,
-                    **self.tile,
-                )
+                    **batch.leaf, **bias, draft=k, top_ptr=held.tops, total_ptr=held.totals,
+                    num_drafts=leaves, r=r, vocab_size=vocab_size, UNIT=batch.unit, **self.tile,
+                )  # fmt: skip
                 launches.start_rows[(leaves, num_reqs)](
-                    **batch.circuit,
-                    top_ptr=held.tops,
-                    total_ptr=held.totals,
-                    norm_ptr=held.norms,
-                    state_ptr=held.state,
-                    num_drafts=leaves,
-                    num_blocks=blocks,
-                    **shared,
-                    CHUNK=max(1, BLOCKED_TILE // self.sizes["R"]),
-                    START=k == 0,
-                )
+                    **batch.circuit, top_ptr=held.tops, total_ptr=held.totals, norm_ptr=held.norms,
+                    state_ptr=held.state, num_drafts=leaves, num_blocks=blocks, **shared,
+                    CHUNK=max(1, BLOCKED_TILE // self.sizes["R"]), START=k == 0,
+                )  # fmt: skip
                 norms = held.norms if shard is None else shard.normalisers(held.norms)
             launches.draft_blocks[(blocks, num_reqs)](
-                **batch.leaf,
-                **bias,
-                norm_ptr=norms,
-                state_ptr=held.state,
-                **batch.requests,
-                **written,
-                record_ptr=held.records,
-                k=k,
-                num_drafts=num_drafts,
-                r=r,
-                vocab_size=vocab_size,
-                begin=begin,
-                **self.noise,
-                DRAW=batch.draw,
-                UNIT=batch.unit,
-                **self.tile,
-            )
+                **batch.leaf, **bias, norm_ptr=norms, state_ptr=held.state, **batch.requests, **written,
+                record_ptr=held.records, k=k, num_drafts=num_drafts, r=r, vocab_size=vocab_size, begin=begin,
+                **self.noise, DRAW=batch.draw, UNIT=batch.unit, **self.tile,
+            )  # fmt: skip
             records, count = held.records, blocks
             if shard is not None:
                 records, count = shard.gather(self._nominate(records)), shard.size
             launches.choose[(num_reqs,)](
-                record_ptr=records,
-                inner_ptr=batch.circuit["inner_ptr"],
-                program_ptr=self.program,
-                state_ptr=held.state,
-                slot_ptr=batch.requests["slot_ptr"],
-                temperature_ptr=batch.requests["temperature_ptr"],
-                **batch.outputs,
-                k=k,
-                num_drafts=num_drafts,
-                num_inner=batch.circuit["num_inner"],
-                count=count,
-                **shared,
-                DRAW=batch.draw,
-                COUNT=triton.next_power_of_2(count),
-            )
+                record_ptr=records, inner_ptr=batch.circuit["inner_ptr"], program_ptr=self.program,
+                state_ptr=held.state, slot_ptr=batch.requests["slot_ptr"],
+                temperature_ptr=batch.requests["temperature_ptr"], **batch.outputs,
+                k=k, num_drafts=num_drafts, num_inner=batch.circuit["num_inner"], count=count, **shared,
+                DRAW=batch.draw, COUNT=triton.next_power_of_2(count),
+            )  # fmt: skip
         if shard is not None and held.columns is not None:
             launches.spread[(blocks * shard.size, num_drafts, num_reqs)](
-                log_q_ptr=shard.gather(held.columns.flatten(1)),
-                slot_ptr=batch.requests["slot_ptr"],
-                **batch.cache,
-                num_drafts=num_drafts,
-                rows=shard.rows,
-                width=held.columns.shape[2],
-                vocab_size=cache.shape[2],
-                BLOCK=self.tile["BLOCK"],
-            )
+                log_q_ptr=shard.gather(held.columns.flatten(1)), slot_ptr=batch.requests["slot_ptr"], **batch.cache,
+                num_drafts=num_drafts, rows=shard.rows, width=held.columns.shape[2],
+                vocab_size=cache.shape[2], BLOCK=self.tile["BLOCK"],
+            )  # fmt: skip
 
     def _nominate(self, records: Tensor) -> Tensor:
         """This rank's record [B, RECORD + R] of a draft, from those of its blocks."""
         blocks, num_reqs, size = records.shape
         nominee = records.new_empty(num_reqs, size)
-        launches.nominate[(num_reqs,)](
-            record_ptr=records,
-            nominee_ptr=nominee,
-            num_blocks=blocks,
-            R=self.sizes["R"],
-            BLOCKS=triton.next_power_of_2(blocks),
-        )
+        sizes = {"num_blocks": blocks, "R": self.sizes["R"], "BLOCKS": triton.next_power_of_2(blocks)}
+        launches.nominate[(num_reqs,)](record_ptr=records, nominee_ptr=nominee, **sizes)
         return nominee
 
     def _add_bias(self, batch: Batch, k: int, bias: Tensor, vocab_size: int) -> None:
@@ -361,22 +277,11 @@ class Drafter:
         before = batch.first if k == 0 else batch.outputs["token_ptr"][:, k - 1]
         (num_reqs, width), rank = bias.shape, batch.source.shape[1]
         token_bias[(triton.cdiv(num_reqs, BIAS_ROWS), triton.cdiv(width, BIAS_BLOCK))](
-            before_ptr=before,
-            before_stride=before.stride(0),
-            source_ptr=batch.source,
-            target_ptr=batch.target,
-            target_k_stride=batch.target.stride(0),
-            target_stride=batch.target.stride(1),
-            bias_ptr=bias,
-            width=width,
-            k=k,
-            batch=num_reqs,
-            vocab_size=vocab_size,
-            RANK=rank,
-            CHUNK=min(BIAS_CHUNK, max(16, triton.next_power_of_2(rank))),
-            ROWS=BIAS_ROWS,
-            BLOCK=BIAS_BLOCK,
-        )
+            before_ptr=before, before_stride=before.stride(0), source_ptr=batch.source, target_ptr=batch.target,
+            target_k_stride=batch.target.stride(0), target_stride=batch.target.stride(1),
+            bias_ptr=bias, width=width, k=k, batch=num_reqs, vocab_size=vocab_size, RANK=rank,
+            CHUNK=min(BIAS_CHUNK, max(16, triton.next_power_of_2(rank))), ROWS=BIAS_ROWS, BLOCK=BIAS_BLOCK,
+        )  # fmt: skip
 
 
 def _cache_arguments(cache: Tensor | None) -> Arguments:

@@ -85,25 +85,14 @@ def terms(states: Tensor, weight: Tensor, token: Tensor) -> Tensor:
     top, mass = (states.new_empty(batch, r, num_blocks, dtype=torch.float32) for _ in range(2))
     picked = states.new_empty(batch, r, dtype=torch.float32)
     block_b = min(MAX_BLOCK_B, max(16, triton.next_power_of_2(batch)))  # tl.dot takes 16 and more
-    shared = {
-        "token_ptr": token,
-        "top_ptr": top,
-        "sum_ptr": mass,
-        "picked_ptr": picked,
-        "r": r,
-        "vocab_size": vocab_size,
-    }
+    block_d = 128 if states.element_size() == 2 else 32  # several tiles at once must fit shared memory
+    shared = {"token_ptr": token, "top_ptr": top, "sum_ptr": mass, "picked_ptr": picked}
+    shared |= {"r": r, "vocab_size": vocab_size}
     _tiles[(triton.cdiv(batch, block_b), num_blocks, r)](
-        **shared,
-        state_ptr=states,
-        state_stride=states.stride(0),
-        state_stride_z=states.stride(1) if states.shape[1] > 1 else 0,
-        weight_ptr=weight.contiguous(),
-        batch=batch,
-        hidden_size=hidden_size,
-        BLOCK_B=block_b,
-        BLOCK_D=128 if states.element_size() == 2 else 32,  # several tiles at once must fit shared memory
-    )
+        **shared, state_ptr=states, state_stride=states.stride(0),
+        state_stride_z=states.stride(1) if states.shape[1] > 1 else 0, weight_ptr=weight.contiguous(),
+        batch=batch, hidden_size=hidden_size, BLOCK_B=block_b, BLOCK_D=block_d,
+    )  # fmt: skip
     blocks = triton.next_power_of_2(num_blocks)
     _join_terms[(batch, r)](**shared, out_ptr=out, num_blocks=num_blocks, BLOCKS=blocks)
     return out
