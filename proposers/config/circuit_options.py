@@ -6,10 +6,12 @@ A head that cannot be served is refused here with a ServeConfigError of one line
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, SkipValidation, ValidationError
+from typing_extensions import Self
 from vllm.config.model import ModelConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.speculative import SpeculativeConfig
@@ -26,11 +28,7 @@ from vllm_mtpc.plan.draft_schedule import KEY, Schedule, default_schedule, relat
 from vllm_mtpc.proposers.config.engine_checks import check_draft_layers, check_structured_outputs, how_to_v2
 from vllm_mtpc.proposers.config.switches import logger
 
-if TYPE_CHECKING:
-    from typing import Self
-
 COMMON_KEYS = ("method", "model", "revision", "num_speculative_tokens", KEY)  # options of every method
-RENAMED_KEYS = {"min_survival": "min_acceptance"}  # the old names are accepted until 0.3
 REJECTION_METHODS = ("standard", "block", "synthetic")  # vLLM 0.33's "fly" keeps drafts that must be rejected
 
 # Targets of LoRA draft layers. vLLM's class has `model.layers` and `model.norm`, a layer takes (positions, states,
@@ -49,16 +47,12 @@ BEFORE_NORM = (
 
 @config
 class MtpcSpeculativeConfig(SpeculativeConfig):
-    """vLLM's SpeculativeConfig for a circuit head.
-
-    The parent's __post_init__ accepts a closed list of methods and is not called. The draft's ModelConfig is the
-    target's own, because the head has no layers that vLLM would build.
+    """vLLM's SpeculativeConfig for a circuit head, whose draft ModelConfig is the target's own.
 
     Attributes:
         head: the validated `config.json` of the folder `model`.
         head_dtype: dtype of the head's weights. auto: the target's, and bfloat16 on CPUs that multiply it.
-        min_acceptance: Model Runner V1: a draft whose cumulative acceptance is below is not verified. 0: all are
-            verified. None: as measured costs and acceptance decide.
+        min_acceptance: least cumulative acceptance of a verified draft on Model Runner V1. None: as costs decide.
         mask_drafts: whether drafts of structured requests are masked with their grammar.
         verify: how drafted tokens are verified. None: requests with a seed by coupling, others by rejection.
         model_folder: `model`; Model Runner V1 needs `model` for another value while it starts.
@@ -90,7 +84,7 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
     is_bundled: bool = False
     own_schedule: SkipValidation[Schedule | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # the parent's accepts a closed list of methods
         self.prompt_lookup_max = self.prompt_lookup_min = 0
         self.draft_model_config = self.target_model_config
         self.draft_parallel_config = self.target_parallel_config
@@ -120,8 +114,7 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
         check_tensors(folder, head)
         given.setdefault("draft_sample_method", getattr(head, "draft_sample_method", "greedy"))
         drafts = given.setdefault("num_speculative_tokens", head.num_speculative_tokens)
-        needs_default = KEY not in given
-        if not needs_default:
+        if not (needs_default := KEY not in given):
             given[KEY] = parse_schedule(given[KEY], drafts)
         given |= {"model": str(folder), "model_folder": str(folder), "head": head}
         try:
@@ -143,19 +136,16 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
         return made
 
     def restore_own_schedule(self) -> None:
-        """Set the schedule of a dense data-parallel engine once vLLM has made the configuration."""
         if self.own_schedule is not None:
             self.num_speculative_tokens_per_batch_size: Schedule | None = self.own_schedule
             self.own_schedule = None
 
     def default_schedule(self) -> Schedule:
-        """Return the drafts by batch size for a user who gives no schedule."""
         measured = measured_acceptance(Path(self.model_folder)).values()
         return default_schedule(measured, self.num_speculative_tokens, current_platform.is_cpu(), self.load)
 
     @property
     def load(self) -> float:
-        """Multiplications of the head's leaves for one draft, divided by those of the target for one row."""
         return relative_load(self.head, self.target_model_config.hf_text_config)
 
     @property
@@ -221,20 +211,18 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
         if ranks % head.backbone_kv_heads == 0:  # ranks share key and value heads
             del sizes["backbone_kv_heads"]
         uneven = [f"{name}={size}" for name, size in sizes.items() if size % ranks]
+        name, dtype, has_states = target.model, self.head_dtype, "set_aux_hidden_state_layers"
+        shared = "its layers share the target's KV cache: allowed head_dtype: auto; given"
         other_head = "not served together in this version; use a head of another kind"
         for is_bad, reason in (
-            (target.use_mla, f"target {target.model} keeps compressed keys and values (MLA): {other_head}"),
-            (target.uses_mrope, f"target {target.model} has several positions per token: {other_head}"),
+            (target.use_mla, f"target {name} keeps compressed keys and values (MLA): {other_head}"),
+            (target.uses_mrope, f"target {name} has several positions per token: {other_head}"),
             (
-                not _target_class_has(target, "set_aux_hidden_state_layers"),
-                f"target {target.model} does not return the states of its layers (vLLM: SupportsEagle3): {other_head}",
+                not _target_class_has(target, has_states),
+                f"target {name} does not return the states of its layers (vLLM: SupportsEagle3): {other_head}",
             ),
-            (last > depth, f"reads layer {last}, but target {target.model} has {depth}; use a head of this target"),
-            (
-                self.head_dtype != "auto",
-                "its layers share the target's KV cache: allowed head_dtype: auto; given: "
-                f"{self.head_dtype}; remove head_dtype",
-            ),
+            (last > depth, f"reads layer {last}, but target {name} has {depth}; use a head of this target"),
+            (dtype != "auto", f"{shared}: {dtype}; remove head_dtype"),
             (bool(uneven), f"with {', '.join(uneven)}, which tensor_parallel_size={ranks} does not divide; lower it"),
         ):
             if is_bad:
@@ -245,9 +233,8 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
         is_v2, head, rule = vllm_config.use_v2_model_runner, self.head, self.rejection_sample_method
         stages, scheduler = vllm_config.parallel_config.pipeline_parallel_size, vllm_config.scheduler_config
         if stages > 1 and not (is_v2 and scheduler.async_scheduling):
-            runner, remedy = ("V2 with synchronous scheduling", "drop --no-async-scheduling")
-            if not is_v2:
-                runner, remedy = "V1", how_to_v2()
+            v2 = "V2 with synchronous scheduling", "drop --no-async-scheduling"
+            runner, remedy = v2 if is_v2 else ("V1", how_to_v2())
             raise ServeConfigError(
                 f"pipeline_parallel_size={stages} with drafts on Model Runner {runner}: vLLM crashes there; allowed: "
                 f"Model Runner V2 with asynchronous scheduling; {remedy}, or use tensor parallelism"
@@ -267,18 +254,11 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
             )
         if is_v2:
             return
+        is_cpu, coupled, method = current_platform.is_cpu(), "verify='coupled'", f"rejection_sample_method {rule!r}"
         for is_bad, option, reason in (
-            (
-                self.verify == "coupled",
-                "verify='coupled'",
-                ": unseeded noise cannot be drawn again; allowed: 'rejection'",
-            ),
-            (rule == "block", "rejection_sample_method 'block'", ": it verifies token by token; allowed: 'standard'"),
-            (
-                rule == "synthetic" and current_platform.is_cpu(),
-                "rejection_sample_method 'synthetic'",
-                " on a CPU: vLLM's kernels there do not have it; allowed: 'standard'",
-            ),
+            (self.verify == "coupled", coupled, ": unseeded noise cannot be drawn again; allowed: 'rejection'"),
+            (rule == "block", method, ": it verifies token by token; allowed: 'standard'"),
+            (rule == "synthetic" and is_cpu, method, " on a CPU: vLLM's kernels lack it; allowed: 'standard'"),
         ):
             if is_bad:
                 raise ServeConfigError(f"{option} on Model Runner V1{reason}; drop it, or {how_to_v2()}")
@@ -289,10 +269,10 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
 
 def check_options(given: dict[str, Any], allowed: tuple[str, ...]) -> None:
     """Rename old options of a `speculative_config` in place; raise ServeConfigError for unknown or conflicting ones."""
-    for old, new in RENAMED_KEYS.items():
-        if old in given and new in allowed:
-            logger.warning("speculative_config: %s is now %s; the old name goes in 0.3", old, new)
-            given[new] = given.pop(old)
+    old, new = "min_survival", "min_acceptance"
+    if old in given and new in allowed:
+        logger.warning("speculative_config: %s is now %s; the old name goes in 0.3", old, new)
+        given[new] = given.pop(old)
     if unknown := next((key for key in given if key not in allowed), None):
         raise ServeConfigError(
             f"speculative_config: {unknown!r} is not an option of method {given['method']!r}; allowed: "
@@ -327,8 +307,7 @@ def check_head(folder: Path, head: AnyHeadConfig, given: Mapping[str, Any], targ
             f"speculative_config: target {target.model} is {target.architecture}, which has recurrent layers: allowed "
             "are targets with attention layers alone; drop speculative_config"
         )
-    copies = getattr(target.hf_config, "hc_mult", 1)
-    # as vLLM's speculators find out, which size their buffers by it
+    copies = getattr(target.hf_config, "hc_mult", 1)  # as vLLM's speculators find out
     if copies > 1 and _target_class_has(target, "get_mtp_target_hidden_states"):
         raise ServeConfigError(
             f"speculative_config: target {target.model} returns hidden states of {copies} x {head.hidden_size} "
@@ -387,21 +366,17 @@ def _target_class_has(target: ModelConfig, method: str) -> bool:
 
 
 def _find_head_folder(given: dict[str, Any], target: ModelConfig) -> Path:
-    """Return the folder of the named head, else of the head that the target bundles."""
     if "model" in given:
         return resolve_head(str(given["model"]), given.get("revision"))
-    place: str | None = target.model
-    if not Path(target.model).is_dir():
+    place = target.model
+    if not Path(place).is_dir():
         from huggingface_hub import snapshot_download
 
-        try:
-            place = snapshot_download(target.model, revision=target.revision, allow_patterns=["mtpc/*"])
-        except Exception:  # offline, private or absent
-            place = None
-    bundled = find_head(place) if place else None
-    if bundled is None:
-        raise ServeConfigError(
-            f"speculative_config: no 'model' given and {target.model} bundles no head in mtpc/; "
-            'name one: {"method": "mtpc", "model": "HEAD_FOLDER"}'
-        )
-    return bundled
+        with suppress(Exception):  # offline, private or absent: `find_head` then finds no folder
+            place = snapshot_download(place, revision=target.revision, allow_patterns=["mtpc/*"])
+    if bundled := find_head(place):
+        return bundled
+    raise ServeConfigError(
+        f"speculative_config: no 'model' given and {target.model} bundles no head in mtpc/; "
+        'name one: {"method": "mtpc", "model": "HEAD_FOLDER"}'
+    )

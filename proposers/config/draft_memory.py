@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from vllm_mtpc.config.mtpc_config import HeadConfig
     from vllm_mtpc.heads.base import Head
 
-# Logits of a draft that exist at once, and the float32 ones of x_1; larger batches are drafted in several goes. At
-# V=128,256 and r=8 in bfloat16 each batch of the default schedule on a GPU is one go: 192 positions, 1,536 rows of the
-# lm_head, many times what keeps a GPU busy with one product.
+# Logits of a draft that exist at once; larger batches are drafted in several goes. At V=128,256 and r=8 in bfloat16
+# each batch of the default schedule on a GPU is one go.
 LOGITS_BYTES = 1 << 30
 
 
@@ -31,16 +30,12 @@ class DraftMemory(NamedTuple):
 
 
 def logits_bytes(head: Head, drafts: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a request's logits [1, 1 + K, r, V], and of those of x_1 in float32.
-
-    Heads of `component_rank` also have [1, 1 + K, V] logits, and a rank with some of the columns has its own
-    conditionals [1, K, V] and those of all ranks.
-    """
+    """Return the bytes of a request's logits [1, 1 + K, r, V], and of those of x_1 in float32."""
     shard, r = head.leaf_shard, head.circuit.num_components
     columns = shard.rows if shard else head.vocab_size
-    base = columns * (1 + drafts) if head.component_rank else 0
+    base = columns * (1 + drafts) if head.component_rank else 0  # logits [1, 1 + K, V]
     position, drafted = r * columns, drafts * r * columns
-    conditionals = drafts * shard.rows * (1 + shard.size) if shard else 0
+    conditionals = drafts * shard.rows * (1 + shard.size) if shard else 0  # [1, K, V], own and of all ranks
     return (base + position + drafted + conditionals) * dtype.itemsize + position * torch.float32.itemsize
 
 
@@ -63,14 +58,11 @@ def rows_at_once(
         graph_sizes: batch sizes of CUDA graphs, to which batches are padded.
     """
     largest = {drafts: batch for batch, drafts in enumerate(drafts_by_batch) if batch and drafts} or {num_drafts: 1}
-    largest = {
-        drafts: min((size for size in graph_sizes if batch <= size < len(drafts_by_batch)), default=batch)
-        for drafts, batch in largest.items()
-    }
-
     row_bytes = {drafts: logits_bytes(head, drafts, logits_dtype) for drafts in largest}
-    rows = {drafts: min(batch, max(1, LOGITS_BYTES // row_bytes[drafts])) for drafts, batch in largest.items()}
-
+    rows = {}
+    for drafts, batch in largest.items():
+        padded = min((size for size in graph_sizes if batch <= size < len(drafts_by_batch)), default=batch)
+        rows[drafts] = min(padded, max(1, LOGITS_BYTES // row_bytes[drafts]))
     return dict(sorted(rows.items(), key=lambda item: item[1] * row_bytes[item[0]], reverse=True))
 
 

@@ -64,13 +64,7 @@ def check_structured_outputs(vllm_config: Any) -> None:
 
 
 def check_second_pass(subject: str, vllm_config: Any, others: dict[str, bool]) -> None:
-    """Raise ServeConfigError for options that a pass of ours next to the target's is not served with.
-
-    Args:
-        subject: start of the message.
-        vllm_config: the engine's configuration.
-        others: further options, by name: whether they are set.
-    """
+    """Raise ServeConfigError for options, also `others` (name: is set), that a pass of ours is not served with."""
     parallel = vllm_config.parallel_config
     options = {
         "enable_lora": vllm_config.lora_config is not None,
@@ -85,7 +79,6 @@ def check_second_pass(subject: str, vllm_config: Any, others: dict[str, bool]) -
 
 
 def how_to_v2() -> str:
-    """Return what the user types for Model Runner V2 on this machine."""
     if current_platform.is_cpu():
         return "without a GPU type scripts/v2_on_cpu.sh vllm serve ... in the checkout of vllm_mtpc"
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":

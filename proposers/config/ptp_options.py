@@ -29,13 +29,9 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
         aux_rows_per_request: the most auxiliary rows of one request (merged pass).
     """
 
-    user_keys: ClassVar[tuple[str, ...]] = (
-        *COMMON_KEYS,
-        *("draft_pass", "max_aux_rows", "aux_rows_per_request"),
-    )
+    user_keys: ClassVar[tuple[str, ...]] = (*COMMON_KEYS, "draft_pass", "max_aux_rows", "aux_rows_per_request")
     shown: ClassVar[tuple[str, ...]] = (
-        *("model", "variant", "window", "lora_rank", "num_speculative_tokens", KEY),
-        *("draft_pass", "max_aux_rows"),
+        *("model", "variant", "window", "lora_rank", "num_speculative_tokens", KEY, "draft_pass", "max_aux_rows"),
     )
     has_distribution: ClassVar[bool] = False
 
@@ -48,7 +44,6 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
     aux_rows_per_request: int | None = Field(default=None, ge=1)
 
     def plan(self, max_num_seqs: int) -> Plan:
-        """Return the groups of auxiliary rows by batch size."""
         ranges, drafts = self.num_speculative_tokens_per_batch_size, self.num_speculative_tokens
         if ranges is None:
             return self._plan_for(drafts, max_num_seqs)
@@ -92,22 +87,13 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
         target, stages = self.target_model_config, self.target_parallel_config.pipeline_parallel_size
         kinds = getattr(target.hf_text_config, "layer_types", None) or ()
         is_partial = target.use_mla or target.get_sliding_window() or any(kind != "full_attention" for kind in kinds)
+        whole = "drafts come from the whole target, which no stage holds; allowed: 1; use tensor_parallel_size"
+        full = "whose layers do not all have full attention with a key and a value per head: allowed are such targets"
+        one = "which has several positions per token: allowed are targets with one"
         for is_bad, reason in (
-            (
-                stages > 1,
-                f"with pipeline_parallel_size={stages}: drafts come from the whole target, which no stage holds; "
-                "allowed: 1; use tensor_parallel_size",
-            ),
-            (
-                is_partial,
-                f"on {target.model}, whose layers do not all have full attention with a key and a value per head: "
-                "allowed are such targets alone; use an MtPC head",
-            ),
-            (
-                target.uses_mrope,
-                f"on {target.model}, which has several positions per token: allowed are targets with one; "
-                "use an MtPC head",
-            ),
+            (stages > 1, f"with pipeline_parallel_size={stages}: {whole}"),
+            (is_partial, f"on {target.model}, {full} alone; use an MtPC head"),
+            (target.uses_mrope, f"on {target.model}, {one}; use an MtPC head"),
         ):
             if is_bad:
                 raise ServeConfigError(f"speculative_config: method 'ptp' {reason}")

@@ -1,4 +1,4 @@
-"""The vLLM integration: patches (`vllm_patches.py`) and subclasses of vLLM's classes (`engine_classes.py`).
+"""The vLLM integration: patches (`vllm_patches.py`) and subclasses of vLLM's classes (`scheduler.py`, `worker.py`).
 
 docs/internals.md lists every replaced attribute.
 """

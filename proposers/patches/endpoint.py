@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from argparse import Namespace
+from contextlib import suppress
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -21,7 +22,6 @@ from vllm_mtpc.errors import CheckpointError, printable
 
 PATH = "/mtpc/head"
 MAX_DOWNLOAD = 4 << 30  # bytes of a head that is named by its repository
-WANTED = f'{PATH} takes {{"path": "HEAD_FOLDER"}}, a folder on the server or a repository on the hub'
 
 
 class HeadEndpoint:
@@ -49,12 +49,11 @@ class HeadEndpoint:
             return refused(f"{PATH} takes no requests of web pages without an API key; use curl", 403)
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             return refused(f"{PATH} takes JSON; add the header Content-Type: application/json", 415)
-        try:
+        path = None
+        with suppress(ValueError, KeyError, TypeError):
             path = (await request.json())["path"]
-        except (ValueError, KeyError, TypeError):
-            return refused(WANTED)
         if not isinstance(path, str) or not path:
-            return refused(WANTED)
+            return refused(f'{PATH} takes {{"path": "HEAD_FOLDER"}}, a folder on the server or a repository on the hub')
         spec = getattr(getattr(self.engine, "vllm_config", None), "speculative_config", None)
         if getattr(spec, "method", None) not in METHODS:
             return refused("no head is served here; start the server with a speculative_config of method mtpc or ptp")

@@ -1,8 +1,4 @@
-"""Steps and pruned drafts in vLLM's log and `/metrics`; tokens/step is over all steps, also those without drafts.
-
-vLLM's plugin group `stat_logger_plugins` would need no patch, but applies to every engine of the environment, ignores
---disable-log-stats, and is not used by `LLM`.
-"""
+"""Steps and pruned drafts in vLLM's log and `/metrics`; tokens/step is over all steps, also those without drafts."""
 
 from __future__ import annotations
 
@@ -18,11 +14,9 @@ MINUTE = 60.0
 
 
 def logging_class(original: Any) -> type:
-    """Return vLLM's SpecDecodingLogging with a line of ours."""
+    """Return vLLM's SpecDecodingLogging with a line of ours after its first one and then once a minute."""
 
     class SpecDecodingLogging(original):
-        """vLLM's, every ten seconds, with a line of ours after the first of them and then once a minute."""
-
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.counts, self.most, self.since, self.logged = Counter[str](), 0, 0.0, -MINUTE
@@ -74,10 +68,8 @@ def prometheus_class(original: Any) -> type:
             new = self._counter_cls
             steps = new("vllm:spec_decode_steps", "Steps of the target, summed over requests.", names)
             pruned = new("vllm:spec_decode_drafts_pruned", "Drafts not verified, by reason.", [*names, "by"])
-            by_kind = {
-                what: new(f"vllm:spec_decode_class_{what}", f"{what} by class of request.", [*names, "request"])
-                for what in OF_CLASS
-            }
+            class_names, text = [*names, "request"], "by class of request."
+            by_kind = {what: new(f"vllm:spec_decode_class_{what}", f"{what} {text}", class_names) for what in OF_CLASS}
             for engine, of in labels.items():
                 counters = {"steps": steps.labels(*of), **{name: pruned.labels(*of, name) for name in PRUNED_BY}}
                 for kind in CLASSES:

@@ -49,17 +49,12 @@ class Patch:
 
     def replace(self, original: Any) -> Any:
         """Return the new value of the attribute."""
-        if self.needs is None:
-            return self.function(original)
         function = self.function
+        if self.needs is None:
+            return function(original)
         if "." not in self.attribute:  # of a module: called at every step, and partial is faster
             return functools.update_wrapper(functools.partial(function, original), original)
-
-        @functools.wraps(original)
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            return function(original, *args, **kwargs)
-
-        return replacement
+        return functools.wraps(original)(lambda *args, **kwargs: function(original, *args, **kwargs))
 
 
 def patch(
@@ -78,7 +73,6 @@ def apply(*patches: Patch) -> None:
 
 
 def _patch_module(patch: Patch) -> None:
-    """Apply a patch; note the reason if that is not possible."""
     *path, name = patch.attribute.split(".")
     try:
         owner = functools.reduce(getattr, path, sys.modules[patch.module])
@@ -95,20 +89,14 @@ def _patch_module(patch: Patch) -> None:
 
 
 def refuse_moved(moved: list[str] | None = None) -> None:
-    """Raise ServeConfigError that names changed parts of vLLM.
+    """Raise ServeConfigError that names changed parts of vLLM; None: the patches that could not be applied."""
+    if moved := problems if moved is None else moved:
+        from vllm_mtpc.errors import ServeConfigError
 
-    Args:
-        moved: their names; None: the patches that could not be applied in this process.
-    """
-    moved = problems if moved is None else moved
-    if not moved:
-        return
-    from vllm_mtpc.errors import ServeConfigError
-
-    raise ServeConfigError(
-        f"vLLM {versions.vllm_version()} has moved what vllm_mtpc hooks: {'; '.join(moved)}; "
-        f"tested with vLLM {', '.join(versions.TESTED)}: install one of these"
-    )
+        raise ServeConfigError(
+            f"vLLM {versions.vllm_version()} has moved what vllm_mtpc hooks: {'; '.join(moved)}; "
+            f"tested with vLLM {', '.join(versions.TESTED)}: install one of these"
+        )
 
 
 @functools.cache
@@ -140,8 +128,6 @@ def _names(function: object) -> set[str]:
 
 
 class _AfterImport(MetaPathFinder):
-    """Runs callbacks after a named module is executed."""
-
     def __init__(self) -> None:
         self.waiting: dict[str, list[Callable[[], None]]] = {}
 

@@ -1,10 +1,11 @@
-"""The scheduler of an engine that serves a head; the engine's `scheduler_config` names it."""
+"""The scheduler of an engine that serves a head, and the configuration that names it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+from vllm.config.scheduler import SchedulerConfig
 from vllm.v1.core.kv_cache_utils import update_kv_cache_capacity
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
@@ -12,7 +13,14 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm_mtpc.proposers.config.request_options import excludes_drafts, max_drafts
 from vllm_mtpc.proposers.heads.counts import IDLE, PRUNED, append_counts, count_by_class
 from vllm_mtpc.proposers.heads.grammar_masks import HeadStructuredOutputManager
-from vllm_mtpc.proposers.patches.patch import refuse_moved
+from vllm_mtpc.proposers.patches.patch import derived, refuse_moved
+
+
+class HeadSchedulerConfig(SchedulerConfig):
+    """vLLM's; its field `scheduler_cls` names one class for synchronous and asynchronous scheduling, and warns."""
+
+    def get_scheduler_cls(self) -> type:
+        return derived(HeadScheduler, super().get_scheduler_cls())
 
 
 class HeadScheduler(Scheduler):
@@ -47,7 +55,6 @@ class HeadScheduler(Scheduler):
             self.without_drafts.add(request.request_id)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """Drop the drafts that requests did not ask for."""
         if self.drafts_asked:
             self.drafts_asked = {name: asked for name, asked in self.drafts_asked.items() if name in self.requests}
         for name, asked in self.drafts_asked.items():
@@ -60,17 +67,13 @@ class HeadScheduler(Scheduler):
         return super().schedule(*args, **kwargs)
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
-        """Draft nothing in a step of which no request wants drafts."""
         scheduled = scheduler_output.num_scheduled_tokens
         if self.drafts_asked and scheduled and not any(self.drafts_asked.get(name, 1) for name in scheduled):
             scheduler_output.num_spec_tokens_to_schedule = 0
         super()._update_after_schedule(scheduler_output)
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """Verify the first draft that a grammar forbids, with synchronous scheduling.
-
-        vLLM drops the draft, and the token there then has another distribution.
-        """
+        """Verify the first draft that a grammar forbids, which vLLM drops with synchronous scheduling: a bias."""
         super().update_draft_token_ids(draft_token_ids)
         if not self.verifies_forbidden:
             return
@@ -105,7 +108,7 @@ class HeadScheduler(Scheduler):
         return outputs
 
     def _count_unasked(self, scheduler_output: Any, pruned: dict[str, int]) -> dict[str, int]:
-        """Count drafts that requests did not ask for as pruned by request, no longer by the schedule."""
+        """Count drafts that requests did not ask for as pruned by request, not by the schedule."""
         most, made = self.num_spec_tokens, scheduler_output.num_spec_tokens_to_schedule
         names = scheduler_output.num_scheduled_tokens
         asked = [self.drafts_asked[name] for name in names if name in self.drafts_asked]

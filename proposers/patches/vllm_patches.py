@@ -2,7 +2,7 @@
 
 A function is called in place of the attribute: its first argument is the original, the others are those of the call. If
 the attribute is a class or a property, the function receives it and returns its replacement. All other additions are
-subclasses of vLLM's classes, which the configuration of an engine with a head names (`engine_classes.py`).
+subclasses of vLLM's classes, which the configuration of an engine with a head names (`scheduler.py`, `worker.py`).
 """
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ def maybe_override_with_speculators(original: Callable[..., Any], *args: Any, **
     return target, target, {**given, "method": head.speculators_model_type, "model": str(folder)}
 
 
-@patch(
-    ARG_UTILS, "EngineArgs.create_speculative_config", needs=("self", "target_model_config", "target_parallel_config")
-)
+@patch(ARG_UTILS, "EngineArgs.create_speculative_config", ("self", "target_model_config", "target_parallel_config"))
 def create_speculative_config(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Build our config class for our methods, and for a head that the target bundles."""
     method = (self.speculative_config or {}).get("method") or getattr(self, "spec_method", None)
@@ -73,11 +71,13 @@ def create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **
         vllm_config = original(self, *args, **kwargs)
         spec = vllm_config.speculative_config
         if getattr(spec, "method", None) in METHODS:
-            from vllm_mtpc.proposers.patches.engine_classes import name_our_classes
+            from vllm_mtpc.proposers.patches.scheduler import HeadSchedulerConfig
 
             spec.restore_own_schedule()
             spec.check_engine(vllm_config)
-            name_our_classes(vllm_config)
+            parallel = vllm_config.parallel_config  # worker.py derives a worker from each of vLLM's, by its name
+            parallel.worker_cls = f"vllm_mtpc.proposers.patches.worker.{parallel.worker_cls.replace('.', ':')}"
+            vllm_config.scheduler_config.__class__ = HeadSchedulerConfig
             apply(*WITH_HEAD)
             if spec.is_bundled:
                 text = "Serving with the head that the target bundles, %s: %r; %s=0 turns it off"

@@ -48,11 +48,7 @@ class HeadWorker(Worker):
         return times
 
     def swap_head(self, path: str) -> dict[str, Any]:
-        """Serve another head from the next step on (called by `collective_rpc`); on ServeConfigError nothing changes.
-
-        Args:
-            path: folder of the head.
-        """
+        """Serve the head in folder `path` from the next step on; on ServeConfigError nothing changes."""
         from vllm_mtpc.proposers.heads.swap import swap
 
         return swap(self.model_runner, path)
@@ -70,13 +66,11 @@ class HeadWorker(Worker):
 @contextmanager
 def _custom_class(spec: Any) -> Iterator[None]:
     """While V1's runner starts, name our proposer by vLLM's method `custom_class`."""
-    proposer = "BundledProposer" if spec.is_bundled else "MtpcProposer"
     original = {"method": spec.method, "model": spec.model}
+    proposer = "BundledProposer" if spec.is_bundled else "MtpcProposer"
     try:
-        # object.__setattr__: the config validates assignments, and "custom_class" is none of our methods
-        object.__setattr__(spec, "method", "custom_class")
-        object.__setattr__(spec, "model", f"vllm_mtpc.proposers.v1.proposer.{proposer}")
+        # past the validation of assignments: "custom_class" is none of our methods
+        vars(spec).update(method="custom_class", model=f"vllm_mtpc.proposers.v1.proposer.{proposer}")
         yield
     finally:
-        for name, value in original.items():
-            object.__setattr__(spec, name, value)
+        vars(spec).update(original)

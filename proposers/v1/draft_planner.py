@@ -7,8 +7,7 @@ pruned if its cumulative acceptance is less than (seconds of its row) x (tokens 
 The confidence of draft k is max_v q(v) for an argmax and sqrt(sum_v q(v)^2) for a sampled draft. It depends on the
 conditional q alone, never on the sampled token: pruning by the token would bias the output of rejection sampling.
 
-Costs are shared by batches of similar size that are all greedy or not. A small share of the steps (TRIED) uses another
-K than the planned one, so that estimates are never final.
+A small share of the steps (TRIED) uses another K than the planned one, so that estimates are never final.
 """
 
 from __future__ import annotations
@@ -46,9 +45,7 @@ TRIED = 0.02  # share of the time that trials of another K may lose
 LOST = 0.25  # share of its own time that a trial is assumed to lose at least
 SOON = 4  # drafted steps of a batch size after which a step without drafts is tried
 FEW = 2  # drafts of a trial where the plan has none
-# Least expected speed-up of drafting, for one request and for more. Costs are known to 3 %, and a batch shrinks when
-# its requests end one after the other (the cost of that is not measured separately).
-MARGIN_ALONE, MARGIN = 1.03, 1.1
+MARGIN_ALONE, MARGIN = 1.03, 1.1  # least expected speed-up, for one request and for more (a batch that shrinks costs)
 
 
 def card_rates(measured: Mapping[str, Sequence[float]], num_drafts: int) -> Floats:
@@ -66,11 +63,10 @@ def card_rates(measured: Mapping[str, Sequence[float]], num_drafts: int) -> Floa
 
 
 class Acceptance:
-    """Estimated acceptance of a head's drafts on this server, for greedy and for sampled requests.
+    """Estimated acceptance of drafts: rates [2, K] (if all before were accepted) times lifts [2, bins] (by confidence).
 
-    The estimate is rates [2, K] (acceptance of draft k if all before it were accepted) times lifts [2, bins] (by the
-    confidence of the draft). Each is a ratio of decayed counts, accepted / expected, with PRIOR_COUNT observations of
-    the card's rates and of lift 1. Drafts that were not verified, or follow the first rejected one, are not counted.
+    Each is a ratio of decayed counts, accepted / expected, with PRIOR_COUNT observations of the card's rates and of
+    lift 1. Drafts that were not verified, or follow the first rejected one, are not counted.
     """
 
     def __init__(self, rates: Floats) -> None:
@@ -113,11 +109,10 @@ class Confidence:
         self.values = torch.ones(max_num_reqs, num_drafts)
 
     def record_argmax(self, k: int, log_q: Tensor) -> None:
-        """Record draft k of all requests, each the argmax of log_q [B, V]."""
         torch.exp(log_q.amax(dim=-1), out=self.values[: len(log_q), k])
 
     def record_sample(self, k: int, probs: Tensor, is_greedy: Tensor) -> None:
-        """Record draft k, sampled from probs [B, V], or its argmax where is_greedy [B]."""
+        """Record draft k, sampled from probs [B, V] or, where is_greedy [B], its argmax."""
         chance = torch.where(is_greedy, probs.amax(dim=-1), torch.linalg.vector_norm(probs, dim=-1))
         self.values[: len(probs), k] = chance
 
@@ -162,7 +157,7 @@ class LinearCost:
         return plain > 0 or drafted > 1
 
     def scale(self, default: float = 1.0) -> float:
-        """Return measured seconds / expected seconds of the prior; `default` without observations."""
+        """Return measured seconds / those of the prior; `default` without observations."""
         return self._fit / self._square if self._square > 0 else default
 
     def learn(self, default_scale: float = 1.0) -> None:
@@ -189,8 +184,6 @@ def draft_features(batch: int, drafts: int | NDArray[Any]) -> Features:
 
 
 class Plan(NamedTuple):
-    """The plan for a batch."""
-
     drafts: int  # of each request
     threshold: float  # cumulative acceptance below which a draft is pruned
     seconds: float = 0.0  # of a step with its draft
@@ -225,8 +218,7 @@ class Costs:
         return np.where(np.greater(drafts, 0), self.drafts(draft_features(batch, drafts)), 0.0)
 
     def weights(self) -> Floats:
-        """Return the weights of steps and of drafts, [2, 4]."""
-        return np.stack([self.steps.weights, self.drafts.weights])
+        return np.stack([self.steps.weights, self.drafts.weights])  # [2, 4]
 
     def learn(self, share: Callable[[Floats], Floats]) -> None:
         """Fit both costs; drafts that were not observed are scaled as steps are. share: broadcasts rank 0's."""
@@ -235,7 +227,6 @@ class Costs:
         self.steps.weights, self.drafts.weights = share(self.weights())
 
     def next_trial(self, plan: Plan) -> int | None:
-        """Return the number of drafts that this step tries instead of the plan's, or None."""
         plain, drafted = self.steps.counts
         if plan.drafts and not plain and drafted >= SOON:
             return 0
@@ -248,8 +239,6 @@ class Costs:
 
 
 class Drafted(NamedTuple):
-    """The requests of a drafted step."""
-
     kind: NDArray[np.int64]  # [B]
     confidence: Floats  # [B, K]
     kept: list[int]  # drafts of each that the scheduler received
@@ -261,8 +250,7 @@ class DraftPlanner:
     Args:
         rates: [2, K], acceptance by the head's card.
         load: see `Costs`.
-        min_acceptance: None: plan by costs. Else all K drafts are made, and those with a smaller cumulative
-            acceptance are pruned; 0 prunes none.
+        min_acceptance: least cumulative acceptance of a draft; all K are made. None: plan by costs.
         share: broadcasts rank 0's costs; all ranks must plan alike.
     """
 
@@ -300,7 +288,6 @@ class DraftPlanner:
         return (self.acceptance.cumulative(confidence, kind) >= threshold).sum(axis=1).tolist()
 
     def replace_head(self, rates: Floats, load: float) -> None:
-        """Plan for another head; costs are kept if it is of the same size."""
         if load != self._load:
             self._load, self._costs = load, {}
         self.acceptance, self._drafted = Acceptance(rates), None
@@ -325,7 +312,6 @@ class DraftPlanner:
         return pruned
 
     def end_step(self, names: Sequence[str], drafted: Drafted | None, seconds: float) -> None:
-        """Record a draft that took so long; drafted: None where the head was not run."""
         if drafted is not None and self.min_acceptance is None:
             batch, drafts = drafted.confidence.shape
             self._costs_for(batch, self._is_sampled).drafts.observe(draft_features(batch, drafts), seconds)

@@ -69,11 +69,9 @@ class HeadModelRunner(GPUModelRunner):
         processors = (kind(self.vllm_config, self.device, PIN_MEMORY) for kind in BUILTIN_LOGITS_PROCESSORS)
         self.input_batch.logitsprocs = LogitsProcessors(processors)
 
-    def ready(self) -> None:
-        """Called before the first request."""
+    def ready(self) -> None: ...
 
     def _update_states(self, scheduler_output: Any) -> Any:
-        """Start to compile the grammars of new requests, which mask their drafts."""
         if grammars := getattr(self.drafter, "grammars", None):
             for new in scheduler_output.scheduled_new_reqs:
                 grammars.start(new.req_id, new.sampling_params)
@@ -83,9 +81,8 @@ class HeadModelRunner(GPUModelRunner):
     def couples(self) -> bool:
         """Whether requests with a seed are verified by coupling."""
         spec, sampler = self.speculative_config, self.sampler.topk_topp_sampler
-        if spec.verify == "rejection" or spec.rejection_sample_method != "standard":
-            return False
-        return sampler.forward == sampler.forward_cpu and not sampler.use_fp64_gumbel
+        is_plain = sampler.forward == sampler.forward_cpu and not sampler.use_fp64_gumbel
+        return is_plain and spec.verify != "rejection" and spec.rejection_sample_method == "standard"
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         return attach_counts(super().sample_tokens(grammar_output), self.drafter)
@@ -118,8 +115,6 @@ class HeadModelRunner(GPUModelRunner):
         """
         if spec_decode_metadata is None or spec_decode_metadata.max_spec_len == 0:
             return super()._sample(logits, None)
-        generators = self.input_batch.sampling_metadata.generators
-        is_coupled = generators and self.couples
-        num_drafts = spec_decode_metadata.num_draft_tokens
-        with couple_seeded_requests(generators, num_drafts) if is_coupled else nullcontext():
+        generators = self.input_batch.sampling_metadata.generators if self.couples else {}
+        with couple_seeded_requests(generators, spec_decode_metadata.num_draft_tokens) if generators else nullcontext():
             return super()._sample(logits, spec_decode_metadata)

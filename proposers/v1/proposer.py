@@ -40,7 +40,7 @@ GREEDY_BELOW = 1e-5  # vLLM's own threshold (v1/sample/sampler.py)
 
 
 def draw_numbers(generator: torch.Generator, count: int) -> torch.Tensor:
-    """Return the numbers [count] int64 of the next tokens, one draw each, as `TopKTopPSampler.forward_cpu` does."""
+    """Return the numbers [count] of the next tokens, one draw each, as `TopKTopPSampler.forward_cpu` does."""
     return torch.randint(0, 2**31, (count,), generator=generator, dtype=torch.int64)
 
 
@@ -70,9 +70,8 @@ def set_one_hot(probs: torch.Tensor, rows: list[int], tokens: torch.Tensor) -> N
 def drafts_before_min_tokens(processors: Any) -> dict[int, int]:
     """Return, by row of the batch, the most drafts of a request that has not reached `min_tokens`.
 
-    vLLM forbids the end of text before `min_tokens`. At drafted positions it counts the drafts before them, but at the
-    token after the last draft only the tokens before the step: a step that passes `min_tokens` could not end the text
-    where plain vLLM could. With so few drafts no step passes it.
+    For the token after the last draft vLLM counts only the tokens before the step: a step that passes `min_tokens`
+    could not end the text where plain vLLM could. With so few drafts no step passes it.
     """
     return {
         row: max(min_tokens - len(outputs) - 1, 0)
@@ -99,18 +98,16 @@ class MtpcProposer:
             card_rates(measured_acceptance(Path(spec.model_folder)), self.num_drafts),
             spec.load,
             spec.min_acceptance,
-            share=lambda costs: get_tp_group().broadcast_object(costs),
+            lambda costs: get_tp_group().broadcast_object(costs),
         )
         self.confidence = Confidence(max_num_reqs, self.num_drafts)
         self.pruned = Counter[str]()
         self.is_debug = is_on(DEBUG, "0")
         self.grammars = Grammars(vllm_config, is_masking=spec.mask_drafts)
         if self.is_probabilistic:
-            shape = (max_num_reqs, self.num_drafts, spec.head.vocab_size)
-            self.draft_probs = torch.zeros(shape, dtype=torch.float32)
+            self.draft_probs = torch.zeros(max_num_reqs, self.num_drafts, spec.head.vocab_size, dtype=torch.float32)
 
     def load_model(self, target_model: torch.nn.Module) -> None:
-        """Load the head next to the target, on the target's device."""
         self.model, device = self._load_head(self.folder, target_model), next(target_model.parameters()).device
         self.confidence.values = self.confidence.values.to(device)
         if self.is_probabilistic:
@@ -128,13 +125,11 @@ class MtpcProposer:
         return commit
 
     def _load_head(self, folder: str, target_model: torch.nn.Module) -> Head:
-        device, dtype = next(target_model.parameters()).device, self.target_dtype
+        device, target_dtype = next(target_model.parameters()).device, self.target_dtype
         # reading leaf weights is most of a draft on a CPU; the conditionals are float32 in any case
-        if device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            dtype = torch.bfloat16
-        return load_served_head(
-            folder, dtype, device, target_model, self.target_dtype, self.head_dtype, self.num_drafts
-        )
+        is_halved = device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        dtype = torch.bfloat16 if is_halved else target_dtype
+        return load_served_head(folder, dtype, device, target_model, target_dtype, self.head_dtype, self.num_drafts)
 
     @torch.inference_mode()
     def propose(
@@ -173,9 +168,8 @@ class MtpcProposer:
             num_rows = torch.tensor(verified) + 1  # [B], with logits
             last = num_rows.cumsum(0) - num_rows + torch.tensor(emitted).clamp(min=1) - 1  # [B], the last accepted ones
             hidden = sample_hidden_states[last]
-            drafts, grammar_ends = self._generate_drafts(
-                runner, sampled_token_ids, sampling_metadata, hidden, num_drafts
-            )
+            made = self._generate_drafts(runner, sampled_token_ids, sampling_metadata, hidden, num_drafts)
+            drafts, grammar_ends = made
             confidence = self.confidence.read(len(kind), num_drafts)
             allowed = [min(num_drafts, one) for one in asked]
             likely = list(map(min, self.planner.lengths(confidence, kind, threshold), allowed))
@@ -199,7 +193,7 @@ class MtpcProposer:
         hidden: torch.Tensor,  # [B, D]
         num_drafts: int,
     ) -> tuple[list[list[int]], dict[int, int]]:
-        """Return all drafts [B, K], and by row the number of drafts at which a grammar ends."""
+        """Return drafts [B, K], and by row the number of drafts at which a grammar ends."""
         batch, names = len(sampled_token_ids), runner.input_batch.req_ids
         first = torch.tensor([tokens[-1] if tokens else 0 for tokens in sampled_token_ids], device=hidden.device)
         masks = self.grammars.masks(runner.requests, names, sampled_token_ids)

@@ -168,7 +168,7 @@ def test_who_serves_no_head_needs_nothing_of_ours(monkeypatch: pytest.MonkeyPatc
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm_mtpc"]:
         if name.removeprefix("vllm_mtpc") not in REGISTERED:
             monkeypatch.setitem(sys.modules, name, None)  # importing it raises
-    for broken in ("engine_classes", "worker", "scheduler"):
+    for broken in ("worker", "scheduler"):
         monkeypatch.setitem(sys.modules, f"vllm_mtpc.proposers.patches.{broken}", None)
     with pytest.raises(ImportError):
         engine_config(demo.path("target"), {"method": "mtpc", "model": str(demo.path("btree"))})
