@@ -1,7 +1,6 @@
 """MtPC drafts of heads with a backbone, on vLLM's Model Runner V2.
 
-A backbone (`vllm_mtpc/heads/backbone.py`) is a few decoder layers that read keys and values computed from hidden states
-of several of the target's layers. Its attention layers are vLLM's own, with caches in the target's KV cache groups, and
+The layers of a backbone (`vllm_mtpc/heads/backbone.py`) are vLLM's own, with caches in the target's KV cache groups,
 sharded over tensor-parallel ranks. Embeddings and lm_head are the target's.
 
 Algorithm, after every target forward pass, for all rows of its batch:
@@ -179,7 +178,7 @@ class BackboneSpeculator(MtpcSpeculator):
         return run
 
     def _max_graph_rows(self, num_reqs: int) -> int:
-        """Return the number of rows whose context a graph for these requests writes."""
+        """Return the rows whose context a graph writes."""
         return min(num_reqs * (1 + self.num_speculative_steps), self.max_num_tokens)
 
     @torch.inference_mode()
@@ -197,8 +196,7 @@ class BackboneSpeculator(MtpcSpeculator):
         self.unwritten = input_batch.num_tokens
         aux = torch.cat([states[: self.unwritten] for states in aux_hidden_states], dim=-1)
         torch.mm(aux, self.model.backbone.fc.weight.T, out=self.context[: self.unwritten])
-        given = input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states
-        drafts = super().propose(*given, *args, **kwargs)
+        drafts = super().propose(input_batch, attn_metadata, slot_mappings, last_hidden_states, None, *args, **kwargs)
         if attn_metadata is not None:
             self._write_context(0, self.unwritten)
         return drafts
@@ -213,10 +211,7 @@ class BackboneSpeculator(MtpcSpeculator):
         self.unwritten = 0
 
     def _prepare_queries(self, num_reqs: int, upper: Tensor, for_capture: bool = False) -> None:
-        """Set positions, KV slots and attention metadata of the queries of R requests.
-
-        upper: [R], on the host, bounds on the tokens that each request attends to.
-        """
+        """Set the inputs of the queries' pass; upper: [R], on the host, bounds on the length of each request."""
         tables, num_rows = self.block_tables, num_reqs * self.num_queries
         for group in set(self.group_of):
             place_query_rows(
@@ -251,7 +246,6 @@ class BackboneSpeculator(MtpcSpeculator):
         )
 
     def _write_context(self, start: int, stop: int) -> None:
-        """Write keys and values of these rows of the context."""
         if start < stop:
             slots = [self.block_tables.slot_mappings[group, start:stop] for group in self.group_of]
             with self.priorities.set_priority():
@@ -273,17 +267,13 @@ class BackboneSpeculator(MtpcSpeculator):
 
     def _run_model(self, num_reqs: int) -> Tensor:
         """Return the states [R, n, D] of the queries."""
-        num_rows = num_reqs * self.num_queries
+        num_rows, slots = num_reqs * self.num_queries, {}
         queries = self.model.queries(self.first_tokens[:num_reqs]).flatten(0, 1)
-        slots = {}
         if self.metadata is not None:
             slots = build_slot_mappings_by_layer(self.row_slots[:, :num_rows], self.kv_cache_config)
+        rows = BatchDescriptor(num_tokens=num_rows)
         context = set_forward_context(
-            self.metadata,
-            self.pass_config,
-            num_tokens=num_rows,
-            slot_mapping=slots,
-            batch_descriptor=BatchDescriptor(num_tokens=num_rows),
+            self.metadata, self.pass_config, num_tokens=num_rows, slot_mapping=slots, batch_descriptor=rows
         )
         with context, self.priorities.set_priority():
             return self.model.backbone(self.row_positions[:num_rows], queries).view(num_reqs, self.num_queries, -1)

@@ -46,8 +46,7 @@ def gather_last_rows(
     """Fill `rows`, `first` and `pos` for the R requests of a batch.
 
     Args:
-        num_sampled: [R]; 0 where a prompt is not read to its end.
-        num_rejected: [R].
+        num_sampled, num_rejected: [R]; 0 sampled tokens where a prompt is not read to its end.
         last_sampled: [max_num_reqs, 1], by request slot.
         next_prefill_tokens: [lookahead, max_num_reqs].
         rows: [R or more], int64, the row of each request's last accepted token in the batch.

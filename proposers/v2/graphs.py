@@ -1,8 +1,7 @@
 """CUDA graphs of the draft step: one for each of vLLM's capture sizes and each number of drafts of its batches.
 
-A graph holds the part of a speculator that starts at its buffers: for `MtpcSpeculator` the head's products, gathers
-over ranks and the draft kernel, for `PtpSpeculator` the student's forward pass. Padding rows have slot -1: nothing is
-written for them except to padding rows of the speculator's own buffers.
+A graph holds what starts at the speculator's buffers. Padding rows have slot -1: nothing is written for them except to
+padding rows of these buffers.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Draft layers are a copy of the target's last K layers with adapters and their own KV cache. Linear layers share the
 target's weights and add LoRA on every row (`lora.py`); attention layers are twins: same weights and kernels, another
 name. vLLM gives a twin a cache in the KV cache group of the layer that it copies, so block tables, slots and attention
-metadata of a step hold for it too, and with them prefix caching, preemption and the rollback of drafts.
+metadata of a step hold for it too.
 
 Algorithm, after every target forward pass, also in steps without drafts: the residual stream of all rows that entered
 the target's layer L - K (vLLM's auxiliary hidden states) goes through the draft layers, which write and read their
@@ -124,10 +124,7 @@ class LayeredSpeculator(MtpcSpeculator):
         dp_sync_state: Any = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Run the draft layers on aux_hidden_states[0] [T, D], and draft as `MtpcSpeculator.propose` does.
-
-        T includes the padding of a captured graph's batch.
-        """
+        """Run the draft layers on aux_hidden_states[0] [T, D], with padding, and draft as `MtpcSpeculator` does."""
         assert aux_hidden_states is not None  # `load_draft_model` asks the target for them
         states, names = aux_hidden_states[0], self.draft_attn_layer_names
         num_rows = len(states)

@@ -31,13 +31,7 @@ class Gate:
 
 
 class GatedLinear(nn.Module):
-    """A vLLM linear layer with adapters on the rows of `gate`.
-
-    Args:
-        name: of the layer in the target.
-        parts: (A [r, in], B [out part, r]) of this rank, one for each merged part.
-        scale: alpha / r.
-    """
+    """A vLLM linear layer with adapters on the rows of `gate`; parts: (A [r, in], B [out part, r]) of this rank."""
 
     def __init__(
         self, name: str, base: LinearBase, parts: Sequence[tuple[Tensor, Tensor]], scale: float, gate: Gate
@@ -59,9 +53,8 @@ class GatedLinear(nn.Module):
         low = F.linear(x if rows is None else x.index_select(0, rows), self.down)  # [A, parts * r]
         if self.is_split_input:
             low = tensor_model_parallel_all_reduce(low)
-        delta = torch.cat(
-            [F.linear(part, up) for part, up in zip(low.split(self.rank, dim=1), self.up, strict=True)], dim=1
-        )
+        parts = zip(low.split(self.rank, dim=1), self.up, strict=True)
+        delta = torch.cat([F.linear(part, up) for part, up in parts], dim=1)
         if rows is None:
             out.add_(delta)
         else:
@@ -156,7 +149,5 @@ def _output_shards(base: LinearBase, num_parts: int) -> list[slice]:
         sizes = [size // base.tp_size for size in getattr(base, "output_sizes", None) or [base.output_size]]
         ranks = [base.tp_rank] * len(sizes)
     if len(sizes) != num_parts:
-        raise CheckpointError(
-            f"{type(base).__name__} with {len(sizes)} parts where {num_parts} are named; not supported"
-        )
+        raise CheckpointError(f"{type(base).__name__} has {len(sizes)} parts, {num_parts} are named; not supported")
     return [slice(rank * size, (rank + 1) * size) for rank, size in zip(ranks, sizes, strict=True)]

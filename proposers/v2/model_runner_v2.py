@@ -32,8 +32,6 @@ GUARDED = ("load_model", "propose", "init_cudagraph_manager", "capture")
 
 
 class IdleSpeculator(BaseSpeculator):
-    """Drafts nothing."""
-
     is_idle = True
     supports_mm_inputs = False
     draft_logits = None
@@ -97,7 +95,6 @@ def unguard(runner: Any) -> None:
 
 
 def speculator_class(spec: Any) -> type:
-    """Return the speculator class of one of our configs."""
     return resolve_obj_by_qualname(f"vllm_mtpc.proposers.v2.{spec.speculator()}")
 
 
@@ -118,11 +115,7 @@ def our_speculator() -> Iterator[None]:
 
 
 class RowLoraState(LoraState):
-    """Names the adapter of each row with logits.
-
-    vLLM 0.32 names one per request, but a request with drafts has 1 + K rows: a CPU raises, and a GPU would apply an
-    adapter of lm_head to the wrong rows.
-    """
+    """Names the adapter of each row with logits; vLLM 0.32 names one per request, whose drafts have rows too."""
 
     rows: Any = None  # [R], rows with logits of each request
 
@@ -137,7 +130,6 @@ class HeadModelRunner(GPUModelRunner):
     """Additions to the V2 runner of any device."""
 
     def begin(self) -> None:
-        """Prepare the runner after its construction, before vLLM loads the target."""
         spec = self.speculative_config
         if spec.aux_layers:  # the target returns the states that draft layers read
             self.use_aux_hidden_state_outputs = True
@@ -151,24 +143,20 @@ class HeadModelRunner(GPUModelRunner):
             guard(self)
 
     def ready(self) -> None:
-        """Finish the start, before the first request."""
         if self.speculator is not None and self.speculative_config.is_bundled:
             unguard(self)
         if self.speculator is not None and not isinstance(self.speculator, IdleSpeculator):
             check_speculator(self.speculator)
 
     def add_requests(self, scheduler_output: Any) -> None:
-        """Register also the requests whose drafts are masked with a grammar."""
         super().add_requests(scheduler_output)
         if (structured := getattr(self.speculator, "structured", None)) is not None:
             structured.add(scheduler_output.scheduled_new_reqs)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Return the step's output, with the note that nothing drafts where a bundled head has failed."""
         return attach_counts(super().sample_tokens(grammar_output), self.speculator)
 
     def prepare_inputs(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """Record also the number of rows with logits of each request."""
         input_batch = super().prepare_inputs(scheduler_output, *args, **kwargs)
         if isinstance(self.lora_state, RowLoraState):
             ends = input_batch.cu_num_logits_np

@@ -1,8 +1,7 @@
 """Copies of the target's modules that share its weights, and copies of vLLM's configs.
 
-Containers are copied, modules with weights are shared, and the target's tree is unchanged. Where vLLM compiles a
-target, its CustomOps and IR operations (norms, activations, rotary positions) run their PyTorch definitions, which
-inductor fuses. Our passes run the copies eagerly, where a definition is six launches and the kernel is one.
+Where vLLM compiles a target, its CustomOps and IR operations (norms, activations, rotary positions) run their PyTorch
+definitions, which inductor fuses. Our passes run the copies eagerly, where a definition is six launches, a kernel one.
 """
 
 from __future__ import annotations
@@ -39,10 +38,7 @@ def copy_modules(module: nn.Module, name: str, replace: Callable[[str, nn.Module
 
 
 def copy_with_kernel(module: nn.Module) -> nn.Module | None:
-    """Copy a CustomOp so that it runs the device's kernel on the same tensors.
-
-    Returns None for other modules and for a CustomOp that holds layers with weights, whose children are copied instead.
-    """
+    """Copy a CustomOp so that it runs the device's kernel; None for other modules and one of layers with weights."""
     if not isinstance(module, CustomOp) or any(any(True for _ in child.parameters()) for child in module.children()):
         return None
     twin = copy.copy(module)

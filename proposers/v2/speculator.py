@@ -94,7 +94,6 @@ class MtpcSpeculator(DraftModelSpeculator):
         return load_served_head(folder, self.dtype, self.device, target_model, self.dtype, dtype)
 
     def _set_head(self, head: Head) -> None:
-        """Choose the kernel and the chunks of rows that this head drafts with."""
         logits_dtype = self.dtype if head.needs_lm_head else head.hidden_dtype
         sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or ()
         self.rows_at_once = rows_at_once(head, self.drafts_by_batch, self.num_speculative_steps, logits_dtype, sizes)
@@ -104,16 +103,11 @@ class MtpcSpeculator(DraftModelSpeculator):
 
     def _make_drafter(self, head: Head) -> Drafter | None:
         """Return the draft kernel, or None where the circuit has more components than it takes."""
-        if head.circuit.num_components > MAX_COMPONENTS:
+        program, size, noised_argmax = head.circuit.program, head.circuit.num_components, gumbel_noised_argmax
+        if size > MAX_COMPONENTS:
             return None
         return Drafter(
-            head.circuit.program,
-            head.circuit.num_components,
-            head.vocab_size,
-            self.device,
-            gumbel_noised_argmax,
-            self.use_fp64_gumbel,
-            shard=head.leaf_shard,
+            program, size, head.vocab_size, self.device, noised_argmax, self.use_fp64_gumbel, shard=head.leaf_shard
         )
 
     @property
@@ -123,7 +117,7 @@ class MtpcSpeculator(DraftModelSpeculator):
 
     @torch.inference_mode()
     def prepared(self, made: Any, target_model: nn.Module) -> Callable[[], None]:
-        """Load the head of another speculative config; return the function that activates it (`heads/swap.py`)."""
+        """Load the head of another speculative config; return what activates it (`heads/swap.py`)."""
         head = self._load_head(target_model, made.model_folder)
         if self.keeps_shapes:
             return partial(copy_tensors, self.model, head)
@@ -170,11 +164,9 @@ class MtpcSpeculator(DraftModelSpeculator):
 
         Args:
             attn_metadata, slot_mappings: by layer; None before there are KV caches.
-            last_hidden_states: [num_tokens, D], after the target's final norm.
-            aux_hidden_states: of the layers that draft layers read, each [num_tokens, D].
+            last_hidden_states, aux_hidden_states: [num_tokens, D], after the final norm, and of selected layers.
             num_sampled, num_rejected: [R], tokens and rejected drafts; 0 tokens where a prompt is not read to its end.
-            last_sampled: [max_num_reqs, 1], by request slot.
-            next_prefill_tokens: [lookahead, max_num_reqs].
+            last_sampled, next_prefill_tokens: [max_num_reqs, 1] and [lookahead, max_num_reqs].
             temperature, seeds: [max_num_reqs].
             num_speculative_tokens: None in vLLM's dummy runs.
 
@@ -276,11 +268,9 @@ class MtpcSpeculator(DraftModelSpeculator):
     def _generate_masked_draft(
         self, input_batch: InputBatch, rows: list[int], num_sampled: Tensor, num_drafts: int
     ) -> None:
-        """Draft again for the structured requests in these rows, masked with their grammars; waits for the device.
-
-        `_sample_sequential` has float32 copies of a leaf next to the logits, so a chunk is a quarter of the usual rows.
-        """
+        """Draft again for the structured requests in these rows, masked with their grammars; waits for the device."""
         assert self.structured is not None  # `propose` asks it for the rows
+        # `_sample_sequential` has float32 copies of a leaf next to the logits: a quarter of the usual rows
         leaf_bytes = self.model.circuit.num_components * self.model.vocab_size * torch.float32.itemsize
         step = max(1, self.rows_at_once.get(num_drafts, 1) // 4, SMALL_LEAVES // leaf_bytes)
         for start in range(0, len(rows), step):

@@ -27,11 +27,9 @@ from vllm_mtpc.proposers.heads.grammar_masks import Grammars, Masks
 
 @dataclass
 class Structured:
-    """A structured request and the output tokens that the host has read."""
-
     sampling_params: SamplingParams
     prompt_len: int
-    output_token_ids: list[int]
+    output_token_ids: list[int]  # that the host has read
 
 
 class StructuredRequests:
@@ -54,18 +52,10 @@ class StructuredRequests:
 
     def rows(self, input_batch: InputBatch) -> list[int]:
         """Return the rows of structured requests in a batch."""
-        if not self.requests:
-            return []
-        return [row for row, name in enumerate(input_batch.req_ids) if name in self.requests]
+        return [row for row, name in enumerate(input_batch.req_ids) if name in self.requests] if self.requests else []
 
     def masks(self, req_ids: list[str], slots: Tensor, num_sampled: Tensor) -> Masks:
-        """Return the masks of S structured requests; waits for the device.
-
-        Args:
-            req_ids: S request ids.
-            slots: [S], int64, request slots in vLLM's states.
-            num_sampled: [S]; 0 where a prompt is not read to its end.
-        """
+        """Return the masks of S structured requests in slots [S] with num_sampled [S] tokens; waits for the device."""
         lengths = self.states.total_len.gpu[slots]
         counts = torch.stack([lengths, num_sampled.to(lengths.dtype)], dim=1).tolist()
         requests = [self.requests[name] for name in req_ids]

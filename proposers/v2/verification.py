@@ -123,7 +123,7 @@ class Verifier(RejectionSampler):
 
     @staticmethod
     def extend_sampler(sampler: Sampler, spec_config: SpeculativeConfig) -> Any:
-        """Extend vLLM's plain sampler in place; return the part that the speculator reads: the states of requests."""
+        """Extend vLLM's plain sampler in place; return the part that the speculator reads."""
         return CoupledStates.extend(sampler.sampling_states, spec_config.verify)
 
     @staticmethod
@@ -141,22 +141,13 @@ class Verifier(RejectionSampler):
 
     def sample_tokens(self, processed_logits: Tensor, slots: Tensor, pos: Tensor) -> Tensor:
         """Sample tokens [T] of processed logits [T, V] at positions [T] as vLLM does without drafts."""
-        states = self.sampler.sampling_states
-        return gumbel_sample(  # as Sampler._sample_random calls it
-            processed_logits,
-            slots,
-            states.temperature.gpu,
-            states.seeds.gpu,
-            pos,
-            apply_temperature=False,
-            is_drafting=False,
-            use_fp64=self.sampler.use_fp64_gumbel,
-        )
+        states, use_fp64 = self.sampler.sampling_states, self.sampler.use_fp64_gumbel
+        given = processed_logits, slots, states.temperature.gpu, states.seeds.gpu, pos  # as Sampler._sample_random
+        return gumbel_sample(*given, apply_temperature=False, is_drafting=False, use_fp64=use_fp64)
 
     def __call__(
         self, logits: Tensor, input_batch: Any, draft_logits: Tensor | None = None, invalid_drafts: Tensor | None = None
     ) -> Any:
-        """Verify the drafts of a step; a forbidden draft is replaced from the residual distribution."""
         if draft_logits is not None and invalid_drafts is not None:
             invalid_drafts = unmark_first(invalid_drafts)
         return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
@@ -182,8 +173,7 @@ class Verifier(RejectionSampler):
         Args:
             logits: [T, V].
             draft_logits: [max_num_reqs, K, V], or None.
-            draft_sampled: [T], the input token of each row: of a request's rows but the first, its drafts.
-            pos: [T].
+            draft_sampled, pos: [T], input token (of a request's rows but the first, a draft) and position of each row.
             cu_num_logits: [R + 1]; rows of request r are cu_num_logits[r] .. cu_num_logits[r + 1] - 1.
             idx_mapping, expanded_idx_mapping: request slots [R] and [T].
             verify_draft_sampled: [T], -1 where a draft cannot be accepted.
@@ -229,7 +219,6 @@ class CoupledSampler(Sampler):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Return tokens [T] and processed logits [T, V], from logits [T, V] before top-k and top-p."""
         processed_logits = apply_top_k_top_p(processed_logits, top_k, top_p)
         return pick_tokens(processed_logits, self.sampling_states, expanded_idx_mapping, pos), processed_logits
 
@@ -266,11 +255,8 @@ def with_verifier(
 ) -> type:
     """Derive a ModelState class whose `custom_sampler` pairs vLLM's plain sampler with a `kind` of rejection sampler.
 
-    Another sampler keeps its own verification, unless an option needs the plain one.
-
-    Args:
-        base: vLLM's ModelState class of the target.
-        on_ready: called with the result of `kind.extend_sampler`.
+    Another sampler keeps its own verification, unless an option needs the plain one. on_ready: called with the result
+    of `kind.extend_sampler`.
     """
 
     class ModelStateWithVerifier(base):

@@ -1,8 +1,7 @@
 """Groups of auxiliary rows: how many rows each has, which row belongs to which, and their blocks of the KV cache.
 
-A group reads its request's blocks and writes to its own. The block in which its first row falls also holds
-tokens of the request; it is copied whole before the group writes, whatever layout a backend has inside a block. So the
-KV cache of requests holds committed tokens and drafts under verification only.
+A group reads its request's blocks and writes to its own. The block in which its first row falls also holds tokens of
+the request; it is copied whole before the group writes, whatever layout a backend has inside a block.
 
     request      [ block 7 ][ block 2 ][ block 9: x x . . ]
     its group    [ block 7 ][ block 2 ][ copy:    x x u u ][ own: u . . . ]
@@ -19,10 +18,7 @@ from vllm_mtpc.plan.row_groups import Bucket
 
 
 class GroupBlocks:
-    """Block tables and KV slots of groups.
-
-    own: [max_groups, P], the blocks of each group; table_width: blocks of a request's row in vLLM's block table.
-    """
+    """Block tables and KV slots of groups; own: [max_groups, P], the blocks of each; table_width: of a request."""
 
     def __init__(self, own: Tensor, block_size: int, table_width: int) -> None:
         self.own, self.block_size, self.table_width = own, block_size, table_width
@@ -31,11 +27,7 @@ class GroupBlocks:
         self.tables = torch.zeros(max_groups, table_width + blocks, dtype=torch.int32, device=own.device)
 
     def fill_tables(self, prefix: Tensor, request_tables: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Fill the block tables of G groups.
-
-        Args:
-            prefix: [G], tokens that each group reads of its request.
-            request_tables: [G, table_width], block tables of the groups' requests.
+        """Fill the block tables of G groups that read prefix [G] tokens of requests with tables [G, table_width].
 
         Returns:
             Block tables [G, W], and the blocks to copy: from [G], to [G].
@@ -68,7 +60,6 @@ class Layout(NamedTuple):
 
     @classmethod
     def create(cls, bucket: Bucket, device: torch.device) -> Layout:
-        """Return the layout of a bucket."""
         groups = torch.tensor(bucket.groups)
         sizes, index_of = torch.tensor(bucket.sizes)[groups], torch.full((len(bucket.sizes),), -1)
         index_of[groups] = torch.arange(len(groups))

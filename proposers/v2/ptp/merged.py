@@ -29,8 +29,6 @@ from vllm_mtpc.proposers.v2.ptp.ptp_speculator import PtpSpeculator
 
 
 class MergedOutput(NamedTuple):
-    """The output of a merged pass that `propose` reads."""
-
     hidden: Tensor  # [R * B, D], states of the auxiliary rows
     layout: Layout
     position: Tensor  # [R], of x, the last committed token
@@ -57,7 +55,6 @@ class MergedSpeculator(PtpSpeculator):
 
         class ModelStateWithStep(base):
             def preprocess_state(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> None:
-                """Pass the batch of a step to the speculator before the target runs."""
                 speculator.step_batch = input_batch
                 super().preprocess_state(input_batch, *args, **kwargs)
 

@@ -205,7 +205,6 @@ class PtpSpeculator(DraftModelSpeculator):
         return drafts
 
     def _generate_draft(self, input_batch: InputBatch, num_sampled: Tensor, drafts: Tensor) -> None:
-        """Fill drafts [R, K], which are zeros."""
         num_reqs = input_batch.num_reqs
         bucket = self.plan.bucket(num_reqs)
         if bucket is None:
@@ -262,10 +261,9 @@ class PtpSpeculator(DraftModelSpeculator):
         self.copied[start:stop] = 0
 
     def _prepare_pass(self, num_aux: int, upper: Tensor) -> None:
-        """Set attention metadata, adapted rows and KV writes of the pass over [x_1 | u ..] of R requests.
+        """Set up the pass over [x_1 | u ..] of R requests with parts of buffers alone, as CUDA graphs need it.
 
-        All tensors are parts of buffers, as CUDA graphs need it. upper: [R], on the host, bounds on the tokens that
-        each request attends to.
+        upper: [R], on the host, bounds on the tokens that each request attends to.
         """
         num_reqs, width = len(upper), 1 + num_aux
         if num_aux not in self.pass_rows:
@@ -288,10 +286,7 @@ class PtpSpeculator(DraftModelSpeculator):
         )
 
     def _build_metadata(self, num_rows: int, upper: Tensor, **given: Any) -> None:
-        """Set the attention metadata of a pass over the first rows of the buffers, as S sequences.
-
-        upper: [S], on the host, bounds on the length of each sequence; given: other arguments of vLLM's function.
-        """
+        """Set the attention metadata of S sequences; upper: [S], on the host, bounds on their lengths."""
         self.metadata = build_attn_metadata(
             attn_groups=self.aux_groups,
             num_reqs=len(upper),
@@ -334,36 +329,25 @@ class PtpSpeculator(DraftModelSpeculator):
         return u_of(states.seeds.gpu, states.temperature.gpu, requests, keys.flatten()).view_as(keys)
 
     def _embed_u(self, keys: Tensor, slots: Tensor) -> Tensor:
-        """Return the embeddings [R, A, D] of `_compute_u`."""
         u = self._compute_u(keys, slots) if self.head.informed else torch.full_like(keys, UNINFORMED, dtype=torch.float)
         return self.embedding(u)
 
     def _compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return the target's logits [R, k, V] of states [R, k, D]."""
         return self.target.compute_logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
 
     def _sample_first_draft(self, logits: Tensor, input_batch: InputBatch) -> Tensor:
         """Return x_2 [R] as verification will pick it unless a grammar forbids it; logits [R, V] of the row of x_1."""
         num_reqs = input_batch.num_reqs
         slots, prefix = input_batch.idx_mapping[:num_reqs], self.prefix_lens[:num_reqs]
-        processed = self.sampler.apply_sampling_params(
-            logits,
-            slots,
-            slots,
-            input_batch.idx_mapping_np[:num_reqs],
-            prefix,
-            self.first_tokens[:num_reqs],
-            torch.zeros(num_reqs, dtype=torch.int32, device=self.device),
-            input_batch.seq_lens_cpu_upper_bound.numpy()[:num_reqs] + 1,
-        )
+        slots_np, zeros = input_batch.idx_mapping_np[:num_reqs], torch.zeros_like(slots, dtype=torch.int32)
+        rows = slots, slots, slots_np, prefix, self.first_tokens[:num_reqs], zeros
+        upper = input_batch.seq_lens_cpu_upper_bound.numpy()[:num_reqs] + 1
+        processed = self.sampler.apply_sampling_params(logits, *rows, upper)
         picked = pick(processed.float(), self._compute_u(prefix[:, None], slots)[:, 0])
         return torch.where(self._is_greedy(slots), logits.argmax(dim=-1), picked)
 
     def _sample_parallel(self, logits: Tensor, keys: Tensor, slots: Tensor) -> Tensor:
-        """Return drafts [R, k] from the student's logits [R, k, V]; keys [R, k]: the position before each draft.
-
-        The student was trained on the target's processed distribution, so no temperature is applied.
-        """
+        """Return drafts [R, k] from logits [R, k, V], which include the temperature; keys: position before each."""
         best = logits.argmax(dim=-1)
         if not reads_u(self.head):
             return best
@@ -372,17 +356,7 @@ class PtpSpeculator(DraftModelSpeculator):
         return torch.where(self._is_greedy(slots)[:, None], best, picked)
 
     def _sample_sequential(self, hidden: Tensor, first: Tensor, keys: Tensor, slots: Tensor) -> Tensor:
-        """Draft with the late network, each draft conditioned on the one before.
-
-        Args:
-            hidden: [R, k, D], the student's states.
-            first: [R], the token before the first draft.
-            keys: [R, k], the position before each draft.
-            slots: [R], request slots.
-
-        Returns:
-            Drafts [R, k].
-        """
+        """Return drafts [R, k] of the late network from states [R, k, D] and the token `first` [R] before them."""
 
         def choose(state: Tensor, k: int) -> Tensor:
             logits = self.target.compute_logits(state)

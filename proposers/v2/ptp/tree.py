@@ -54,15 +54,7 @@ class GroupAttention(nn.Module):
 
 
 def build_student(target: nn.Module, lora: dict[str, Tensor], scale: float, gate: Gate, writes: Writes) -> nn.Module:
-    """Build the student of a vLLM target.
-
-    Args:
-        lora: adapters by PEFT's names, on the target's device.
-        scale: alpha / r of the adapters.
-
-    Raises:
-        CheckpointError: an adapter has no layer in the target.
-    """
+    """Build the student of a vLLM target; CheckpointError: an adapter has no layer in the target."""
     left = dict(lora)
     packed = getattr(target, "packed_modules_mapping", {})
 
@@ -79,11 +71,7 @@ def build_student(target: nn.Module, lora: dict[str, Tensor], scale: float, gate
 
 
 def check_attention(kv_cache_config: KVCacheConfig, attn_groups: list[list[Any]]) -> None:
-    """Check that groups of rows can use the target's attention.
-
-    Raises:
-        ServeConfigError: several KV cache groups, or a backend that splits blocks or writes the cache in its kernel.
-    """
+    """Raise ServeConfigError for several KV cache groups, and for a backend whose cache groups cannot use."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     if len(specs) != 1 or not isinstance(specs[0], FullAttentionSpec):
         kinds = ", ".join(sorted({type(spec).__name__ for spec in specs}))
