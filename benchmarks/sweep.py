@@ -21,8 +21,9 @@ from vllm_mtpc.cli import guard
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.engine.counters import DEFINITIONS
 from vllm_mtpc.errors import UsageError
+from vllm_mtpc.files import read_yaml
 from vllm_mtpc.report import check_file, print_table, write_json
-from vllm_mtpc.train.options import STATE_FOLDER, TrainOptions, parse, read_yaml
+from vllm_mtpc.train.options import STATE_FOLDER, TrainOptions, parse
 from vllm_mtpc.train.state import NAMES, changed_option, identity, latest_state, read_state
 
 KEYS = {"title", "common", "runs"}

@@ -49,7 +49,7 @@ def test_cached_layer_states_match_computed_ones(tiny_target, tmp_path):
     computed = Computed(tiny_target, rows, layers=[1, 2])
     written = write_cache(tmp_path / "cache", tiny_target, rows, layers=[1, 2])
     some = torch.tensor([2, 0])
-    assert written.index.hidden_size == computed.hidden_size == 3 * tiny_target.hidden_size
+    assert written.shards[0].shape[-1] == computed.hidden_size == 3 * tiny_target.hidden_size
     torch.testing.assert_close(written.hidden(some), computed.hidden(some), rtol=0, atol=1e-5)
     with pytest.raises(UsageError, match=r"layers \[1, 2\] \(requested: \[2\]\)"):
         write_cache(tmp_path / "cache", tiny_target, rows, layers=[2])

@@ -172,8 +172,14 @@ def test_diverged_loss_is_not_saved(tiny_target, tmp_path, monkeypatch):
 
 def test_loss_is_read_only_to_log_or_save(tiny_target, tmp_path, monkeypatch):
     trainer, steps = save_every(make_trainer(options_for(tiny_target, tmp_path, log_every=6), tiny_target), 3), []
-    finite = trainer._finite_loss
-    monkeypatch.setattr(trainer, "_finite_loss", lambda share: steps.append(trainer.step) or finite(share))
+    reduce = trainer.accelerator.reduce
+
+    def record(value: torch.Tensor, how: str) -> torch.Tensor:
+        if value.is_floating_point() and not value.ndim:  # the loss
+            steps.append(trainer.step)
+        return reduce(value, how)
+
+    monkeypatch.setattr(trainer.accelerator, "reduce", record)
     trainer.train()
     assert steps == [3, 6, 9, 12]
     assert [line["step"] for line in read_metrics(tmp_path / METRICS_FILE)] == [6, 12]

@@ -89,12 +89,12 @@ def test_bad_file_is_refused(tmp_path):
     for text, message in (
         (None, "cannot be read"),
         ("target: [", "cannot be read as YAML"),
-        ("- a", "holds list; lines 'option: value' are expected"),
+        ("- a", "holds a list; a mapping is expected"),
         ("target: t", "--data, --out missing; type: vllm-mtpc train"),
     ):
         if text:
             file.write_text(text)
-        with pytest.raises(UsageError, match=message):
+        with pytest.raises(MtpcError, match=message):
             typed("--config", str(file))
 
 

@@ -82,11 +82,6 @@ def is_path(name: str) -> bool:
     return path.exists() or glob.has_magic(name) or has_suffix or name.startswith(("/", ".", "~"))
 
 
-def resolve_path(name: str) -> str:
-    """Return an absolute path for a path or glob, and any other name unchanged."""
-    return str(Path(name).expanduser().resolve()) if is_path(name) else name
-
-
 def load_documents(
     data: list[str],
     tokenizer: PreTrainedTokenizerBase | None,

@@ -41,7 +41,7 @@ class CircuitTrainer(Trainer):
         "circuit", "components", *head_options(), "freeze_backbone", "lora_layers", "beta", "kl", "kl_form",
         "acceptance", "train_first", "cache",
     )  # fmt: skip
-    noun, chosen_by = "circuits", "another head"
+    noun, kind_option, chosen_by = "circuits", "circuit", "another head"
 
     def setup_model(self) -> None:
         options, target = self.options, self.target
@@ -109,10 +109,6 @@ class CircuitTrainer(Trainer):
             head = build_head(config)
             if options.init_from:
                 check_source(head, build_head(read_circuit_config(resolve_head(options.init_from))))
-
-    @staticmethod
-    def kind(options: TrainOptions) -> str:
-        return options.circuit
 
     def source(self, rows: Rows) -> HiddenSource:
         """Return the rows' states: of the cache folder, which is written if it is incomplete, or computed."""

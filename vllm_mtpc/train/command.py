@@ -15,9 +15,9 @@ from typing import Any
 
 from vllm_mtpc.checkpoint.locate import PROVENANCE_FILE, is_head
 from vllm_mtpc.errors import CheckpointError, UsageError
-from vllm_mtpc.files import read_json
+from vllm_mtpc.files import read_json, read_yaml
 from vllm_mtpc.flags import add_flags, typed
-from vllm_mtpc.train.options import STATE_FOLDER, TrainOptions, parse, read_yaml
+from vllm_mtpc.train.options import STATE_FOLDER, TrainOptions, parse
 from vllm_mtpc.train.state import latest_state
 
 RESPONSE_TOKENS, CROPS = 128, 8  # of a regenerated response; prompts cut from random places of each text

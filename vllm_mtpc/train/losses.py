@@ -137,14 +137,17 @@ def in_chunks(loss: Callable[[slice], Tensor], windows: int, size: int) -> Tenso
     return sum(checkpoint(loss, piece, use_reentrant=False) for piece in pieces)
 
 
+def zero_loss(model: nn.Module) -> Tensor:
+    """Return a loss whose gradient is zero, of a process without windows: the others wait for its gradient."""
+    return sum(value.sum() for value in model.parameters()) * 0.0
+
+
 class Drafter(nn.Module):
     """The trained module: the head and its draft layers. The target is no submodule: it is not trained or sharded."""
 
     def __init__(self, head: Head, target: Target, options: TrainOptions, layers: DraftLayers | None = None) -> None:
         super().__init__()
-        self.head = head
-        self.layers = layers
-        self.options = options
+        self.head, self.layers, self.options = head, layers, options
         self._target = [target]  # a list, so that it is not registered
 
     @property
@@ -153,6 +156,8 @@ class Drafter(nn.Module):
 
     def forward(self, batch: Windows, watch: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return the loss in nats and, if watched, the sums of `watched_tokens`."""
+        if not len(batch.row):
+            return zero_loss(self), torch.zeros(2, device=self.target.device)
         read, tokens, counts, log_p = self._read(batch)
         loss = step_loss(self.head, read, tokens, counts, log_p, self.options)
         if not watch:
@@ -164,8 +169,6 @@ class Drafter(nn.Module):
     def _read(self, batch: Windows) -> tuple[Reader, Tensor, Tensor, Reader]:
         """Return the reader of the head's input, tokens [B, n], counts [n], and the reader of log p_k [., n, V]."""
         device, window = self.target.device, self.options.window
-        if not len(batch.row):  # other processes have windows in this step and wait for this gradient
-            batch = _masked(batch, window)
         if isinstance(self.head, BackboneHead):  # sort by row: chunks then have few rows
             order = (batch.row * batch.hidden.shape[1] + batch.start).argsort()
             batch = batch.each(lambda value: value[order])
@@ -197,15 +200,6 @@ class Drafter(nn.Module):
             drafted, verified = self.layers.draft(hidden, document), self.layers.verifier(hidden, document)
         drafted = drafted[row, start].to(dtype)
         return lambda some: drafted[some], verified
-
-
-def _masked(batch: Windows, window: int) -> Windows:
-    """Return one window without tokens in place of no window: no loss, a gradient of zero."""
-    hidden, document = batch.hidden, batch.document
-    if not len(hidden):
-        hidden, document = hidden.new_zeros(1, *hidden.shape[1:]), document.new_zeros(1, *document.shape[1:])
-    tokens, first = batch.tokens.new_full((1, window), -1), torch.zeros(1, dtype=torch.long)
-    return batch._replace(tokens=tokens, row=first, start=first, hidden=hidden, document=document)
 
 
 def watched_tokens(head: Head, hidden: Tensor, tokens: Tensor, log_p: Tensor) -> Tensor:

@@ -212,16 +212,3 @@ def parse(values: dict[str, Any], source: str = "options") -> TrainOptions:
         return TrainOptions.model_validate(values)
     except ValidationError as error:
         raise UsageError(f"{source}: {one_line(error, TrainOptions)}") from None
-
-
-def read_yaml(file: Path) -> dict[str, Any]:
-    """Return the keys of a YAML file; raises UsageError."""
-    import yaml
-
-    try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"{file}: cannot be read as YAML ({' '.join(str(error).split())}); correct the file") from None
-    if not isinstance(values, dict):
-        raise UsageError(f"{file}: holds {type(values).__name__}; lines 'option: value' are expected")
-    return values

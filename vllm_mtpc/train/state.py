@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from vllm_mtpc.data.sources import resolve_path
+from vllm_mtpc.data.sources import is_path
 from vllm_mtpc.errors import CheckpointError, first_line
 from vllm_mtpc.train.options import TrainOptions
 
@@ -35,9 +35,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAME_SECONDS = 2.0  # torchrun's agent sends a signal to its processes a second time
 # Options that may change between a run and its continuation: duration, speed and place, not the trained weights.
 FREE = {
-    "out", "max_steps", "epochs", "resume", "save_minutes", "log_every", "device", "ray_workers",
-    "chunk_windows", "cache", "evaluation_sequences", "evaluation_tokens",
-    "evaluation_prompt_tokens", "dtype", "num_speculative_tokens", "verifier", "attention", "dry_run", "minutes",
+    "out", "max_steps", "epochs", "resume", "save_minutes", "log_every", "device", "ray_workers", "chunk_windows",
+    "cache", "evaluation_sequences", "evaluation_tokens", "evaluation_prompt_tokens", "dtype",
+    "num_speculative_tokens", "verifier", "attention", "dry_run", "minutes",
 }  # fmt: skip
 NAMES = ("target", "data", "validation_data", "init_from")  # may be paths
 
@@ -50,11 +50,13 @@ def identity(options: TrainOptions) -> dict[str, Any]:
 
 def absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
     """Return those of the options that may be paths, as absolute paths."""
-    names = {key: values[key] for key in NAMES if values[key]}
-    return {
-        key: list(map(resolve_path, value)) if isinstance(value, list) else resolve_path(value)
-        for key, value in names.items()
-    }
+
+    def resolve(value: Any) -> Any:
+        if isinstance(value, list):
+            return list(map(resolve, value))
+        return str(Path(value).expanduser().resolve()) if is_path(value) else value
+
+    return {key: resolve(values[key]) for key in NAMES if values[key]}
 
 
 def latest_state(folder: Path) -> Path | None:
@@ -88,9 +90,8 @@ def save_state(folder: Path, accelerator: Accelerator, step: int, options: Train
         advice = "none was saved before: free space and run the same command again"
         if before is not None:
             advice = "the state saved before is intact: free space and run the same command with --resume"
-        raise CheckpointError(
-            f"{folder}: the trainer's state cannot be written ({first_line(error)}); {advice}"
-        ) from error
+        reason = f"the trainer's state cannot be written ({first_line(error)})"
+        raise CheckpointError(f"{folder}: {reason}; {advice}") from error
 
 
 def load_state(folder: Path, accelerator: Accelerator, options: TrainOptions) -> int:
@@ -121,7 +122,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     try:
         values = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
         defaults = {name: field.default for name, field in TrainOptions.model_fields.items()}
-        return {"step": values["step"], "options": defaults | values["options"] | values.get("paths", {})}
+        return {"step": values["step"], "options": defaults | values["options"]}
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged(path, error) from None
 
@@ -160,14 +161,13 @@ class Stopping:
         minutes: Minutes between saved states.
         processes: Number of processes of the run.
         limit: Minutes that training may take.
-
-    Attributes:
-        signal: The signal that ends the run, 0 for none.
-        share: Share of the limit that is over, 0 without a limit.
     """
 
     def __init__(self, minutes: float, processes: int, limit: float | None = None) -> None:
-        self.signal, self.share = 0, 0.0
+        self.signal, self.share = (
+            0,
+            0.0,
+        )  # the signal that ends the run, 0 for none; the share of the limit that is over
         self.limit, self._began = 60 * limit if limit else math.inf, time.monotonic()
         self._received, self._received_at = 0, 0.0  # by this process
         self._seconds, self._saved_at = 60 * minutes, time.monotonic()

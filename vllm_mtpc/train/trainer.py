@@ -86,6 +86,7 @@ class Trainer(ABC):
 
     own: ClassVar[tuple[str, ...]]  # options that other families do not have
     noun: ClassVar[str]  # name of the family in errors about its options
+    kind_option: ClassVar[str]  # "circuit" or "variant"
     chosen_by: ClassVar[str]  # the option that selects this family
     defaults: ClassVar[Mapping[str, Any]] = {}  # defaults that differ from those of TrainOptions
     draw: Callable[[int, int], Tensor] | None = None  # random numbers of windows, see WindowSource
@@ -131,11 +132,6 @@ class Trainer(ABC):
     @abstractmethod
     def check_start(options: TrainOptions, config: Any) -> None:
         """Raise an MtpcError if a head of this config cannot start from the named head or be compared with it."""
-
-    @staticmethod
-    @abstractmethod
-    def kind(options: TrainOptions) -> str:
-        """Return the circuit or variant."""
 
     # --- setup
 
@@ -187,7 +183,7 @@ class Trainer(ABC):
         self._start_metrics()
         batches, started, tokens = self.windows.batches(self.step), time.monotonic(), 0
         total = None if self.steps == UNLIMITED else self.steps
-        quiet, kind = not self.accelerator.is_main_process, self.kind(self.options)
+        quiet, kind = not self.accelerator.is_main_process, getattr(self.options, self.kind_option)
         with self.stopping, Bar(total=total, initial=self.step, desc=kind, unit="step", disable=quiet) as bar:
             while not self.is_finished:
                 batch = next(batches)
@@ -198,7 +194,9 @@ class Trainer(ABC):
                 tokens += int(batch.counts.sum())
                 saves = self.stopping.due() or self.is_finished
                 if logs or saves:  # other steps do not wait for the device
-                    loss = self._finite_loss(share)
+                    loss = self.accelerator.reduce(share, "sum").item()
+                    if not math.isfinite(loss):
+                        raise self._diverged(f"the loss is {loss}")
                 if logs:
                     self.tokens_per_second = tokens / (time.monotonic() - started)
                     line = self._log(loss, watched, rate)
@@ -235,13 +233,6 @@ class Trainer(ABC):
         weights = get_model_state_dict(self.model, options=FULL)
         return {name.removeprefix("head."): value for name, value in weights.items() if name.startswith("head.")}
 
-    def _finite_loss(self, share: Tensor) -> float:
-        """Return the loss of a step over all processes; raises CheckpointError in each of them if it is not finite."""
-        loss = self.accelerator.reduce(share, "sum").item()
-        if not math.isfinite(loss):
-            raise self._diverged(f"the loss is {loss}")
-        return loss
-
     def _check_weights(self) -> None:
         """Raise CheckpointError in every process unless weights and moments are finite."""
         held = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -262,7 +253,6 @@ class Trainer(ABC):
         )
 
     def _log(self, loss: float, watched: Tensor, rate: float) -> dict[str, Any]:
-        """Write one line to metrics.jsonl; the same for any number of processes."""
         watched = self.accelerator.reduce(watched, "sum")
         line = {
             "step": self.step,
@@ -318,7 +308,7 @@ class Trainer(ABC):
 
     def finish(self, weights: Mapping[str, Tensor], texts: list[Tensor], run: Mapping[str, Any]) -> None:
         """Write the head, validate the written head, and write it again with its results and plots."""
-        out = self.options.out
+        options, out = self.options, self.options.out
         self.load_trained(weights)
         self.save({}, run)  # a failure below does not lose the head
         print(f"head written: {out} ({run['minutes']} minutes, {run['tokens_per_second']:,.0f} tokens/s)")
@@ -329,12 +319,11 @@ class Trainer(ABC):
                   file=sys.stderr)  # fmt: skip
             raise
         plot_loss(read_metrics(out / METRICS_FILE), out, self.loss_unit)
-        plot_acceptance({self.kind(self.options): results}, out)
+        plot_acceptance({getattr(options, self.kind_option): results}, out)
         self.save(results, run)
-        labels = {name: f"T={self.samplings()[name].temperature:g}" for name in results}
         for name, values in results.items():
             print(
-                f"expected tokens/step at {labels[name]}: {values['tokens_per_step']:.3f} "
+                f"expected tokens/step at T={self.samplings()[name].temperature:g}: {values['tokens_per_step']:.3f} "
                 f"(s.e. {values['standard_error']:.3f}, {values['sequences']} held-out continuations)"
             )
         for line in self.comments(results):
@@ -389,6 +378,5 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
     """Return the lines of a metrics file, without an incomplete last line."""
     lines: list[dict[str, Any]] = []
     with suppress(FileNotFoundError, ValueError):
-        for line in file.read_text(encoding="utf-8").splitlines():
-            lines.append(json.loads(line))
+        lines.extend(map(json.loads, file.read_text(encoding="utf-8").splitlines()))
     return lines

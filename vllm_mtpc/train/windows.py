@@ -35,7 +35,7 @@ class Windows(NamedTuple):
     hidden: Any  # [R, S, D], states of this process's rows of the block, or a `Block`
     document: Tensor  # [R, S] int32, documents of these rows
     counts: Tensor  # [n] int64, windows of the whole step, over all processes, with a token at k
-    draws: Tensor | None = None  # [B, ...] float32, random numbers of each window
+    draws: Any = None  # [B, ...] float32, random numbers of each window; None without `draw`
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Windows:
         """Apply a function (a move, an index) to every tensor that has one entry per window."""
@@ -87,14 +87,12 @@ class WindowSource:
         world: int = 1,
         draw: Callable[[int, int], Tensor] | None = None,
     ) -> None:
-        self.draw = draw
-        self.source, self.window, self.windows_per_step, self.seed = source, window, windows_per_step, seed
-        self.rank, self.world = rank, world
+        self.source, self.window, self.windows_per_step, self.block_rows = source, window, windows_per_step, block_rows
+        self.seed, self.rank, self.world, self.draw = seed, rank, world, draw
         self.starts = eligible(source.rows)  # [N, S]
         self.per_row = self.starts.sum(1)  # [N]
         if not int(self.per_row.sum()):
             raise MtpcError("the data has no window: give documents of two tokens or more")
-        self.block_rows = block_rows
         self._held: tuple[Tensor, Tensor] | None = None  # rows of the current block, and their hidden states
 
     def blocks(self, epoch: int) -> list[Tensor]:
@@ -130,9 +128,7 @@ class WindowSource:
             chosen = order[step * self.windows_per_step : (step + 1) * self.windows_per_step]
             tokens = window_tokens(self.source.rows, block[row[chosen]], start[chosen], self.window)
             own = row[chosen] % self.world == self.rank
-            draws = None
-            if self.draw is not None:  # for the whole step, for any number of processes
-                draws = self.draw(self._seed(*place, step), len(chosen))[own]
+            draws = self.draw and self.draw(self._seed(*place, step), len(chosen))[own]  # drawn for the whole step
             mine = row[chosen][own] // self.world, start[chosen][own]
             yield Windows(tokens[own], *mine, hidden, document, (tokens >= 0).sum(0), draws)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from vllm_mtpc.hf import load_target
 from vllm_mtpc.train import command, trainer
 from vllm_mtpc.train.options import parse
 from vllm_mtpc.train.ptp.ptp_drafter import loss_name
-from vllm_mtpc.train.ptp.ptp_trainer import u_lines
+from vllm_mtpc.train.ptp.ptp_trainer import PtpTrainer
 
 torch.set_num_threads(1)
 
@@ -140,7 +142,7 @@ def test_defaults_depend_on_the_family() -> None:
     ptp, circuit = parse(REQUIRED), parse(REQUIRED | {"head": "linear"})
     assert (ptp.windows_per_step, ptp.learning_rate, loss_name(ptp)) == (512, 1e-3, "ce")
     assert (circuit.windows_per_step, circuit.learning_rate) == (4096, None)  # None: by the width of the target
-    assert (ptp.trainer.kind(ptp), circuit.trainer.kind(circuit)) == ("o-ptp", "btree")
+    assert (ptp.variant, circuit.circuit) == ("o-ptp", "btree")
     assert loss_name(parse(REQUIRED | {"windows_per_step": 4096, "variant": "c-ptp"})) == "kl"
     again = parse(ptp.model_dump(mode="json"))  # as options reach a Ray worker: every one of them is given
     assert again == ptp and parse(circuit.model_dump(mode="json")) == circuit
@@ -161,6 +163,10 @@ def test_unused_u_is_reported() -> None:
     options, baseline = parse(REQUIRED), parse(REQUIRED | {"variant": "independent"})
     figure = {"tokens_per_step": 2.0, "standard_error": 0.1, "sequences": 4, "accuracy": 0.5}
     used, unused = ({"t1": figure | {"shuffled_accuracy": value}} for value in (0.2, 0.49))
-    assert not any("warning" in line for line in u_lines(options, used))
-    assert "so u is not used" in u_lines(options, unused)[-1]
-    assert not any("warning" in line for line in u_lines(baseline, unused))
+
+    def comments(of: Any, results: dict) -> list[str]:
+        return PtpTrainer.comments(SimpleNamespace(options=of), results)
+
+    assert not any("warning" in line for line in comments(options, used))
+    assert "so u is not used" in comments(options, unused)[-1]
+    assert not any("warning" in line for line in comments(baseline, unused))

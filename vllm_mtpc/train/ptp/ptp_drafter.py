@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +29,7 @@ from vllm_mtpc.heads.ptp.distribution import STEPS, edges, log_likelihood, proce
 from vllm_mtpc.heads.ptp.student import Prefix, Student
 from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.train.cache import BATCH_ROWS
-from vllm_mtpc.train.losses import CHUNK_BYTES, WATCHED, in_chunks
+from vllm_mtpc.train.losses import CHUNK_BYTES, WATCHED, in_chunks, zero_loss
 from vllm_mtpc.train.options import TrainOptions
 from vllm_mtpc.train.windows import Windows, window_states
 
@@ -38,7 +39,6 @@ FLOOR = math.log(1e-6)  # of log Q in the reverse KL: Q is zero outside top-k an
 
 
 def cross_entropy(logits: Tensor, tokens: Tensor, log_q: Tensor | None) -> Tensor:
-    """Return -log P(x)."""
     return F.cross_entropy(logits.flatten(0, -2), tokens.flatten(), reduction="none").view(tokens.shape)
 
 
@@ -48,7 +48,6 @@ def binary_cross_entropy(logits: Tensor, tokens: Tensor, log_q: Tensor | None) -
 
 
 def kl(logits: Tensor, tokens: Tensor, log_q: Tensor) -> Tensor:
-    """Return KL(Q || P)."""
     return (log_q.exp() * (log_q.clamp(min=torch.finfo(log_q.dtype).min) - logits.log_softmax(-1))).sum(-1)
 
 
@@ -75,27 +74,26 @@ OF_VARIANT = {  # the first is the default
 
 
 def loss_name(options: TrainOptions) -> str:
-    """Return the loss of a run; the default depends on the variant."""
-    return options.ptp_loss or OF_VARIANT[options.variant][0]
+    """Return the loss of a run; the default depends on the variant.
 
-
-def check_loss(options: TrainOptions) -> None:
-    """Raise ValueError for a loss that the variant does not have."""
+    Raises:
+        ValueError: The variant does not have this loss.
+    """
     allowed = OF_VARIANT[options.variant]
-    if loss_name(options) not in allowed:
+    if options.ptp_loss not in (None, *allowed):
         raise ValueError(
             f"ptp_loss {options.ptp_loss!r} with variant {options.variant!r}: allowed are {', '.join(allowed)}; set "
             "ptp_loss to one of them"
         )
+    return options.ptp_loss or allowed[0]
 
 
 def row_losses(
     name: str, logits: Tensor, tokens: Tensor, log_q: Tensor | None, u: Tensor | None = None, trust: float | None = None
 ) -> Tensor:
-    """Return one of LOSSES, [...]; tokens below 0 are read as 0.
+    """Return one of LOSSES, [...]; with `trust` the cross entropy is that of the distribution given u[...].
 
-    With ``trust`` the cross entropy is that of the distribution given u[...], which lies inside the tokens' intervals
-    (`vllm_mtpc.heads.ptp.distribution`).
+    Tokens below 0 are read as 0. u lies inside the tokens' intervals (`vllm_mtpc.heads.ptp.distribution`).
     """
     tokens = tokens.clamp(min=0)
     if name == "ce" and trust is not None:
@@ -111,11 +109,13 @@ class Block(NamedTuple):
     right: Tensor  # [R, S - 1] float64, its end
 
 
+@dataclass
 class PrefixSource:
     """Rows of the target, computed block by block."""
 
-    def __init__(self, student: Student, rows: Rows, options: TrainOptions) -> None:
-        self.student, self.rows, self.options = student, rows, options
+    student: Student
+    rows: Rows
+    options: TrainOptions
 
     def hidden(self, row_indices: Tensor) -> Block:
         """Return the block of rows[row_indices]."""
@@ -152,11 +152,6 @@ def drawing(window: int, beta: float) -> Callable[[int, int], Tensor]:
     return draw
 
 
-def _draws(batch: Windows) -> Tensor:
-    assert batch.draws is not None  # `drawing`, of every source of windows here
-    return batch.draws
-
-
 def _joined(blocks: list[Block]) -> Block:
     hidden, keys, values, positions, documents = zip(*(block.prefix for block in blocks), strict=True)
     by_layer = ([torch.cat(parts) for parts in zip(*some, strict=True)] for some in (keys, values))
@@ -178,16 +173,14 @@ class PtpDrafter(nn.Module):
 
     def __init__(self, student: Student, options: TrainOptions) -> None:
         super().__init__()
-        self.head = student
-        self.options = options
-        self.loss = loss_name(options)
+        self.head, self.options, self.loss = student, options, loss_name(options)
 
     def forward(self, batch: Windows, watch: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return the loss in nats and, if watched, sums [2]: tokens of steps that start at these windows, windows."""
         student, first = self.head, 1 - self.head.first_row  # tokens of a window before the first row's
         device = student.target.device
-        if not len(batch.row):  # other processes have windows in this step and wait for this gradient
-            return sum(value.sum() for value in student.parameters()) * 0.0, torch.zeros(2, device=device)
+        if not len(batch.row):
+            return zero_loss(student), torch.zeros(2, device=device)
         batch, counts = batch.each(lambda value: value.to(device)), batch.counts.to(device)
         weights = self.options.gamma ** torch.arange(first, len(counts), device=device)
         weights = weights / weights.sum() / counts[first:].clamp(min=1)
@@ -202,9 +195,8 @@ class PtpDrafter(nn.Module):
         student, first, prefix = self.head, 1 - self.head.first_row, batch.hidden.prefix
         with torch.no_grad():
             text = self._text(batch)
-        log_q = None
+        log_q, states = None, text.states
         if self.loss in NEED_DISTRIBUTION:
-            states = text.states
             if states is None:
                 states = window_states(prefix.hidden, batch.row, batch.start, batch.tokens.shape[1])
             log_q = distribution_of(student, states[:, first:], self.options)
@@ -218,7 +210,7 @@ class PtpDrafter(nn.Module):
     def _text(self, batch: Windows) -> Text:
         if self.options.proposals == "student":
             return self._own_text(batch)
-        return self._inverse_text(batch) if self.loss == "inverse" else self._given_text(batch, _draws(batch)[:, 0])
+        return self._inverse_text(batch) if self.loss == "inverse" else self._given_text(batch, batch.draws[:, 0])
 
     def _given_text(self, batch: Windows, inner: Tensor) -> Text:
         """Return the text of the data with u inside the target's intervals."""
@@ -232,7 +224,7 @@ class PtpDrafter(nn.Module):
     def _own_text(self, batch: Windows) -> Text:
         """Return the student's text from uniform u, with u drawn again inside the target's intervals of that text."""
         student, options, prefix, row, start = self.head, self.options, batch.hidden.prefix, batch.row, batch.start
-        inner, fresh = _draws(batch)[:, 0], _draws(batch)[:, 1]
+        inner, fresh = batch.draws[:, 0], batch.draws[:, 1]
         state = prefix.hidden[row, start]
         made = drafts(student, batch.hidden, row, start, fresh, distribution_of(student, state, options))  # [B, n]
         states = torch.cat([state[:, None], student.plain(prefix, row, start, made[:, :-1])], 1)
@@ -243,7 +235,7 @@ class PtpDrafter(nn.Module):
     def _inverse_text(self, batch: Windows) -> Text:
         """Return the text of the data with u inside the student's own intervals, row by row (no teacher)."""
         student, prefix, row, start = self.head, batch.hidden.prefix, batch.row, batch.start
-        tokens, inner = batch.tokens, _draws(batch)[:, 0]
+        tokens, inner = batch.tokens, batch.draws[:, 0]
         chosen, u = tokens.clamp(min=0), torch.zeros_like(inner)
         log_p = distribution_of(student, prefix.hidden[row, start], self.options)
         for k in range(tokens.shape[1]):
@@ -257,7 +249,7 @@ class PtpDrafter(nn.Module):
     def _watched(self, batch: Windows) -> Tensor:
         """Return sums [2]: 1 and the leading correct drafts for u uniform inside the intervals; windows."""
         batch = batch.each(lambda value: value[:WATCHED])
-        text = self._given_text(batch, _draws(batch)[:, 1])
+        text = self._given_text(batch, batch.draws[:, 1])
         log_p = distribution_of(self.head, batch.hidden.prefix.hidden[batch.row, batch.start], self.options)
         made = drafts(self.head, batch.hidden, batch.row, batch.start, text.u, log_p, text.tokens[:, 0])
         right = _leading((made == text.tokens)[:, 1:] & text.usable[:, 1:])

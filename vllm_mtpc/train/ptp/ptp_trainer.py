@@ -22,7 +22,7 @@ from vllm_mtpc.heads.ptp.embedding import check_embedding, default_options
 from vllm_mtpc.heads.ptp.student import Student
 from vllm_mtpc.train.card import head_card
 from vllm_mtpc.train.options import TrainOptions
-from vllm_mtpc.train.ptp.ptp_drafter import PrefixSource, PtpDrafter, check_loss, drawing
+from vllm_mtpc.train.ptp.ptp_drafter import PrefixSource, PtpDrafter, drawing, loss_name
 from vllm_mtpc.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class PtpTrainer(Trainer):
     """Trains a PTP head of any variant."""
 
     own = (*OF_HEAD, "baseline", "ptp_loss", "proposals", "u_beta", *SAMPLING)
-    noun, chosen_by = "PTP heads", "head ptp"
+    noun, kind_option, chosen_by = "PTP heads", "variant", "head ptp"
     student_class = Student
     defaults = {"windows_per_step": 512, "learning_rate": 1e-3, "regenerate_greedy_share": 0.0}  # noqa: RUF012
     needs_v2 = True
@@ -56,7 +56,6 @@ class PtpTrainer(Trainer):
         self.student = self.student_class(self.target, self.config)
         self.baseline = baseline_figures(options) if options.baseline else {}
         if options.init_from:
-            check_start(self.config, options.init_from)
             head = load_ptp(resolve_head(options.init_from))
             self.student.take(head.lora, head.embedding, head.late)
         self.draw = drawing(options.window, options.u_beta)
@@ -70,7 +69,7 @@ class PtpTrainer(Trainer):
         given = {"u_features": options.u_features, "u_hidden": options.u_hidden}
         asked |= {key: value for key, value in given.items() if value is not None}
         check_embedding(options.u_embedding, asked.get("u_features"), asked.get("u_hidden"))
-        check_loss(options)
+        loss_name(options)
         if options.parallel == "fsdp":
             raise ValueError("parallel=fsdp with head ptp: its adapters are trained with ddp; set parallel: ddp")
 
@@ -90,12 +89,19 @@ class PtpTrainer(Trainer):
     def check_start(options: TrainOptions, config: PtpConfig) -> None:
         if options.baseline:
             baseline_figures(options)
-        if options.init_from:
-            check_start(config, options.init_from)
-
-    @staticmethod
-    def kind(options: TrainOptions) -> str:
-        return options.variant
+        if not (name := options.init_from):
+            return
+        source = read_config(resolve_head(name))
+        if source.speculators_model_type != config.speculators_model_type:
+            raise UsageError(
+                f"init_from={name} is a head of method mtpc; a PTP head starts from a PTP head: name one, or remove it"
+            )
+        # another variant with the same rows may start from them; a late network starts with no effect
+        may_become = config.first_row == source.first_row and source.variant != "late"
+        for key in ("variant", "u_embedding", "u_features", "u_hidden", "lora_rank", "lora_alpha", "late_width"):
+            ours, theirs = getattr(config, key), getattr(source, key)
+            if ours != theirs and not (may_become and key in ("variant", "late_width")):
+                raise UsageError(f"init_from={name} has {key}={theirs}, this run {ours}; set {key} to {theirs}")
 
     def source(self, rows: Rows) -> PrefixSource:
         return PrefixSource(self.student, rows, self.options)
@@ -108,11 +114,8 @@ class PtpTrainer(Trainer):
     def describe(self) -> dict[str, Any]:
         config = self.config
         names = ("variant", "window", "u_embedding", "late_width", "distribution_trust", "lora_rank")
-        return {
-            **{name: getattr(config, name) for name in names},
-            "drafts": config.num_speculative_tokens,
-            **{name: getattr(config, f"trained_{name}") for name in SAMPLING},
-        }
+        facts = {name: getattr(config, name) for name in names} | {"drafts": config.num_speculative_tokens}
+        return facts | {name: getattr(config, f"trained_{name}") for name in SAMPLING}
 
     def write_head(self, record: dict[str, Any]) -> None:
         for name in self.options.of_others:
@@ -149,7 +152,20 @@ class PtpTrainer(Trainer):
         return results
 
     def comments(self, results: Mapping[str, Any]) -> list[str]:
-        return u_lines(self.options, results)
+        """Report the effect of shuffled u on the drafts; warn if it is small."""
+        if "t1" not in results:
+            return []
+        right, shuffled = results["t1"]["accuracy"], results["t1"]["shuffled_accuracy"]
+        lines = [f"correct drafts: {right:.1%}; with the u of other windows: {shuffled:.1%}"]
+        if self.options.variant != "independent" and shuffled > (1 - SHUFFLE_COST) * right:
+            lines.append(
+                "warning: shuffled u gives as many correct drafts, so u is not used: train longer, or raise "
+                "learning_rate or lora_rank"
+            )
+        ours, theirs = (results["t1"].get(f"{key}tokens_per_step") for key in ("", "baseline_"))
+        if theirs:
+            lines.append(f"{ours / theirs:.3f}x the tokens/step of the independent baseline, {theirs:.3f}")
+        return lines
 
 
 def baseline_figures(options: TrainOptions) -> dict[str, Any]:
@@ -170,36 +186,3 @@ def baseline_figures(options: TrainOptions) -> dict[str, Any]:
                 f"baseline={folder} has {key}={theirs.get(key)}, this run {ours[key]}; train both alike, or remove it"
             )
     return record["figures"]
-
-
-def check_start(wanted: PtpConfig, name: str) -> None:
-    """Raise UsageError if a head of the config `wanted` cannot start from the named one."""
-    config = read_config(resolve_head(name))
-    if config.speculators_model_type != wanted.speculators_model_type:
-        raise UsageError(
-            f"init_from={name} is a head of method mtpc; a PTP head starts from a PTP head: name one, or remove it"
-        )
-    # another variant with the same rows may start from them; a late network starts with no effect
-    may_become = wanted.first_row == config.first_row and config.variant != "late"
-    for key in ("variant", "u_embedding", "u_features", "u_hidden", "lora_rank", "lora_alpha", "late_width"):
-        ours, theirs = getattr(wanted, key), getattr(config, key)
-        may_differ = may_become and key in ("variant", "late_width")
-        if ours != theirs and not may_differ:
-            raise UsageError(f"init_from={name} has {key}={theirs}, this run {ours}; set {key} to {theirs}")
-
-
-def u_lines(options: TrainOptions, results: Mapping[str, Any]) -> list[str]:
-    """Report the effect of shuffled u on the drafts; warn if it is small."""
-    if "t1" not in results:
-        return []
-    right, shuffled = results["t1"]["accuracy"], results["t1"]["shuffled_accuracy"]
-    lines = [f"correct drafts: {right:.1%}; with the u of other windows: {shuffled:.1%}"]
-    if options.variant != "independent" and shuffled > (1 - SHUFFLE_COST) * right:
-        lines.append(
-            "warning: shuffled u gives as many correct drafts, so u is not used: train longer, or raise learning_rate "
-            "or lora_rank"
-        )
-    ours, theirs = (results["t1"].get(f"{key}tokens_per_step") for key in ("", "baseline_"))
-    if theirs:
-        lines.append(f"{ours / theirs:.3f}x the tokens/step of the independent baseline, {theirs:.3f}")
-    return lines
