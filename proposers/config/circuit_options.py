@@ -23,7 +23,7 @@ from vllm_mtpc.checkpoint.inspect import measured_acceptance
 from vllm_mtpc.config.base import AnyHeadConfig
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import ServeConfigError, one_line
-from vllm_mtpc.heads import needs_lm_head
+from vllm_mtpc.heads import HEADS
 from vllm_mtpc.plan.draft_schedule import KEY, Schedule, default_schedule, relative_load
 from vllm_mtpc.proposers.config.engine_checks import check_draft_layers, check_structured_outputs, how_to_v2
 from vllm_mtpc.proposers.config.switches import logger
@@ -242,7 +242,7 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
         check_structured_outputs(vllm_config)
         if self.aux_layers:
             check_draft_layers(vllm_config)
-        if vllm_config.lora_config is not None and needs_lm_head(head.head):
+        if vllm_config.lora_config is not None and HEADS[head.head].needs_lm_head:
             raise ServeConfigError(
                 f"enable_lora with a head of kind {head.head!r}: it reads the target's lm_head, whose LoRA layer takes "
                 "one row per request; allowed: heads of kind 'linear', 'mlp', 'transformer'; drop one of them"

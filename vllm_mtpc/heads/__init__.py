@@ -75,46 +75,31 @@ def _aux_layers(target: Mapping[str, Any]) -> list[int] | None:
 
 
 MAX_AUX = 5  # default number of the target's layers that a backbone reads
+_QUERY_HEADS = _first_of("num_attention_heads")
+_KEY_HEADS = _first_of("num_key_value_heads", "num_attention_heads")
+_MLP_WIDTH = _first_of("intermediate_size")
 BACKBONE = (
     Option("backbone_layers", 2, "draft layers", le=5),
+    Option("backbone_heads", 8, "attention heads of a draft layer", le=MAX_WIDTH, of_target=_QUERY_HEADS),
     Option(
-        "backbone_heads",
-        8,
-        "attention heads of a draft layer",
-        le=MAX_WIDTH,
-        of_target=_first_of("num_attention_heads"),
-    ),
-    Option(
-        "backbone_kv_heads",
-        8,
-        "key and value heads of a draft layer",
-        le=MAX_WIDTH,
-        divides="backbone_heads",
-        of_target=_first_of("num_key_value_heads", "num_attention_heads"),
+        "backbone_kv_heads", 8, "key and value heads of a draft layer",
+        le=MAX_WIDTH, divides="backbone_heads", of_target=_KEY_HEADS,
     ),
     Option("backbone_head_dim", 64, "width of an attention head, even", ge=2, le=MAX_WIDTH, of_target=_head_dim),
-    Option(
-        "backbone_width", 1024, "width of a draft layer's MLP", le=MAX_WIDTH, of_target=_first_of("intermediate_size")
-    ),
+    Option("backbone_width", 1024, "width of a draft layer's MLP", le=MAX_WIDTH, of_target=_MLP_WIDTH),
     Option("backbone_theta", 10000.0, "base of the rotary positions", of_target=_theta),
     Option("backbone_eps", 1e-6, "of the norms", ge=0, le=1, of_target=_first_of("rms_norm_eps")),
     Option(
-        "aux_hidden_state_layer_ids",
-        [1],
-        "the target's layers that are read, counted from 1; 0: the embeddings",
-        ge=0,
-        le=4096,
-        of_target=_aux_layers,
+        "aux_hidden_state_layer_ids", [1], "the target's layers that are read, counted from 1; 0: the embeddings",
+        ge=0, le=4096, of_target=_aux_layers,
     ),
     Option(
-        "sample_from_anchor",
-        False,
-        "a query predicts the next token (DSpark), not the token of its own position (DFlash)",
-        ge=None,
+        "sample_from_anchor", False,
+        "a query predicts the next token (DSpark), not the token of its own position (DFlash)", ge=None,
     ),
     COMPONENTS,
     TOKENS,
-)
+)  # fmt: skip
 
 HEADS = {
     "linear": Entry("vllm_mtpc.heads.linear:LinearHead", (TOKENS,)),
@@ -145,11 +130,6 @@ def option_fields() -> dict[str, Any]:
         text = f"{shown}: {option.help} (default: {default})"
         fields[name] = kind | None, Field(None, **bounds, description=text)
     return fields
-
-
-def needs_lm_head(name: str) -> bool:
-    """Return whether head `name` reads the target's own lm_head."""
-    return HEADS[name].needs_lm_head
 
 
 def check_head_name(name: str, *others: str) -> None:

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 ALLOWED_LAYERS = (1, 2, 4)
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of llama-like layers
 ADAPTER = "default"  # PEFT's name of a single adapter; saved tensors do not contain it
-ADAPTER_CONFIG_FILE = "adapter_config.json"
-ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 
 class Adapters(NamedTuple):
@@ -83,8 +82,7 @@ class AdaptedLayers(nn.Module):
 
     def __init__(self, target: Any) -> None:
         super().__init__()
-        # In a tuple: the target's weights are neither parameters of this module nor in its state.
-        self._target = (target,)
+        self._target = (target,)  # in a tuple: its weights are neither parameters of this module nor in its state
         self._weights = nn.ParameterDict()
         self._names: dict[str, str] = {}  # name on disk -> name here: a parameter's name has no dots
 
@@ -152,17 +150,13 @@ class DraftLayers(AdaptedLayers):
         alpha: PEFT's lora_alpha.
 
     Raises:
-        HeadConfigError: a number is not allowed, or the target's layers cannot be separated.
+        HeadConfigError: the number of layers is not allowed, or the target's layers cannot be separated.
     """
 
     def __init__(self, target: Any, layers: int, rank: int = 16, alpha: float = 16) -> None:
         super().__init__(target)
         if layers not in ALLOWED_LAYERS:
             raise HeadConfigError(f"lora_layers={layers}: allowed are 1, 2 and 4 (and 0: none); set lora_layers to one")
-        if rank < 1 or alpha <= 0:
-            raise HeadConfigError(
-                f"rank={rank}, alpha={alpha} of the draft layers: allowed are numbers from 1; set them so"
-            )
         backbone = layered_backbone(target)
         total, first = len(backbone.layers), len(backbone.layers) - layers
         if first < 1:
@@ -205,11 +199,10 @@ class DraftLayers(AdaptedLayers):
         Raises:
             HeadConfigError: they are of another target.
         """
-        folder = Path(folder)
-        config = read_json(folder / ADAPTER_CONFIG_FILE)
+        config = read_json(Path(folder) / ADAPTER_CONFIG_FILE)
         split = cls(target, len(config["layers_to_transform"]), config["r"], config["lora_alpha"])
-        with open_tensors(folder / ADAPTER_WEIGHTS_FILE) as handle:
-            split.take_lora({name: handle.get_tensor(name) for name in sorted(handle.keys())})
+        with open_tensors(Path(folder) / ADAPTER_WEIGHTS_FILE) as handle:
+            split.take_lora({name: handle.get_tensor(name) for name in handle.keys()})  # noqa: SIM118
         return split
 
     def _last_layers(self, view: str, trunk: Tensor, documents: Tensor | None) -> Tensor:

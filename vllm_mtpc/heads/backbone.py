@@ -103,36 +103,20 @@ class Backbone(nn.Module):
     """The draft layers, without embedding and lm_head.
 
     Args:
-        hidden_size: D, of the target.
+        layers: of hidden states of the target's hidden_size D.
+        hidden_size: D.
         num_aux: m, layers of the target that are read.
-        layers: number of draft layers.
-        heads: attention heads of a layer.
-        kv_heads: key and value heads of a layer.
-        head_dim: width of an attention head.
-        width: of a layer's MLP.
         theta: base of the rotary positions.
         eps: of the norms.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_aux: int,
-        layers: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        width: int,
-        theta: float,
-        eps: float,
-    ) -> None:
+    def __init__(self, layers: list[Layer], hidden_size: int, num_aux: int, theta: float, eps: float) -> None:
         super().__init__()
-        sizes = hidden_size, heads, kv_heads, head_dim, width, eps
-        self.layers = nn.ModuleList(Layer(*sizes) for _ in range(layers))
+        self.layers = nn.ModuleList(layers)
         self.fc = nn.Linear(num_aux * hidden_size, hidden_size, bias=False)
         self.hidden_norm, self.norm = nn.RMSNorm(hidden_size, eps), nn.RMSNorm(hidden_size, eps)
         self.mask_embedding = nn.Parameter(torch.empty(hidden_size))
-        self.head_dim, self.theta = head_dim, theta
+        self.head_dim, self.theta = layers[0].self_attn.head_dim, theta
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -193,9 +177,10 @@ class BackboneHead(BorrowedLmHead):
         component_rank: int = 0,
     ) -> None:
         """As in Head."""
-        sizes = backbone_layers, backbone_heads, backbone_kv_heads, backbone_head_dim, backbone_width
+        heads, size, eps = (backbone_heads, backbone_kv_heads, backbone_head_dim), self.hidden_size, backbone_eps
+        layers = [Layer(size, *heads, backbone_width, eps) for _ in range(backbone_layers)]
         self.aux_layers, self.from_anchor = list(aux_hidden_state_layer_ids), sample_from_anchor
-        self.backbone = Backbone(self.hidden_size, len(self.aux_layers), *sizes, backbone_theta, backbone_eps)
+        self.backbone = Backbone(layers, size, len(self.aux_layers), backbone_theta, eps)
         self.add_components(component_rank if self.circuit.num_components > 1 else 0)
         self._embedding: tuple[Callable[[Tensor], Tensor], ...] = ()  # in a tuple: neither submodule nor parameter
 
@@ -239,7 +224,8 @@ class BackboneHead(BorrowedLmHead):
         starts, firsts = grid
         layers = [tuple(part[:, :, :length].index_select(0, rows) for part in layer) for layer in context.layers]
         mask = windows_mask(starts, context.document[rows, :length], self.num_queries)
-        positions = context.position[rows].gather(1, starts)[..., None] + 1 + self._steps(row)
+        steps = torch.arange(self.num_queries, device=row.device)
+        positions = context.position[rows].gather(1, starts)[..., None] + 1 + steps
         states = self.backbone(self.queries(firsts).flatten(1, 2), positions.flatten(1), layers, mask)
         return states.view(-1, self.num_queries, self.hidden_size).index_select(0, place * width + slot)
 
@@ -256,9 +242,6 @@ class BackboneHead(BorrowedLmHead):
         embedded = self._embedding[0](first).to(self.hidden_dtype)[..., None, :]
         masks = self.backbone.mask_embedding.expand(*first.shape, self.num_queries - 1, -1)
         return torch.cat([embedded, masks], -2)
-
-    def _steps(self, like: Tensor) -> Tensor:
-        return torch.arange(self.num_queries, device=like.device)
 
     @property
     def window_bytes(self) -> int:

@@ -24,7 +24,6 @@ from torch.nn import functional as F
 from vllm_mtpc.errors import HeadConfigError
 
 MAX_FEATURES = 4096
-EMBEDDING = "ieee"
 EMBEDDINGS = (
     *("ieee", "scalar", "scalar-mlp", "threshold", "threshold-mlp", "arithmetic", "arithmetic-mlp"),  # of the paper
     "interpolation",

@@ -46,9 +46,7 @@ class Record:
     """Runs the target's own attention and stores the keys and values of each layer."""
 
     def __init__(self, implementation: str) -> None:
-        self.implementation = implementation
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
+        self.implementation, self.keys, self.values = implementation, list[Tensor](), list[Tensor]()
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
         """Attention function of transformers."""
@@ -62,13 +60,9 @@ class Record:
 
 
 class Layout:
-    """B windows of n rows each, laid out as G packed rows of W windows; built once per pass.
+    """B windows of `length` n rows each, laid out as G packed rows of W windows; built once per pass.
 
-    Args:
-        prefix: of the packed rows.
-        row: [B] int64.
-        start: [B] int64, index of the last token that a window reads.
-        length: n.
+    `start` [B] is the index of the last token of packed row `row` [B] that a window reads.
     """
 
     def __init__(self, prefix: Prefix, row: Tensor, start: Tensor, length: int) -> None:
@@ -99,8 +93,7 @@ class Layout:
         """
         if kwargs.get("s_aux") is not None:
             raise HeadConfigError("this target has attention sinks, which PTP heads do not support; name another")
-        scale = kwargs.get("scaling")
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        scale = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"]
         keys, values = self.prefix.keys[self.layer], self.prefix.values[self.layer]
         if not self.full:
             keys, values = keys[self.rows], values[self.rows]
@@ -148,13 +141,13 @@ class Student(AdaptedLayers):
         super().__init__(target)
         AttentionInterface.register(IMPLEMENTATION, windows_attention)
         backbone = _check_target(target, config)
-        self.config = config
+        self.config, self.first_row = config, config.first_row  # the row of a window's first draft
         plain, adapted = (view_of(backbone, [_with_windows(layer) for layer in backbone.layers]) for _ in range(2))
         self.adapt(adapted, config.lora_rank, config.lora_alpha)
         self._plain, self._adapted = (plain,), (adapted,)  # in tuples, as the target
         self.embedding = _scaled_embedding(config, backbone).to(target.device)
         late = build_late(config.hidden_size, config.late_width)
-        self.late = None if late is None else late.float().to(target.device)
+        self.late = late and late.float().to(target.device)
 
     @torch.no_grad()
     def prefix(self, tokens: Tensor, documents: Tensor | None = None) -> Prefix:
@@ -190,11 +183,6 @@ class Student(AdaptedLayers):
         """Return the plain target's states [B, m, D] of tokens [B, m] that follow (row [B], start [B])."""
         embeds = self._token_embeddings(tokens.to(self.target.device, torch.long))
         return self._windows(self._plain[0], prefix, row, start, 1, embeds)
-
-    @property
-    def first_row(self) -> int:
-        """Index of the row of a window's first draft."""
-        return self.config.first_row
 
     def states(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """Return hidden [B, m, D] of `aux` after the late network, if any, given tokens [B, n], x_1 and the next."""
@@ -247,9 +235,9 @@ def _check_target(target: Any, config: Any) -> nn.Module:
     backbone, text = layered_backbone(target), target.config
     of_all = "full_attention" if getattr(text, "sliding_window", None) is None else "sliding_attention"
     others = set(getattr(text, "layer_types", None) or [of_all]) - {"full_attention"}
-    if target.config.model_type in BYTES:
+    if text.model_type in BYTES:
         raise HeadConfigError(
-            f"target {target.name} is of type {target.config.model_type}, whose rows read more than keys, values and "
+            f"target {target.name} is of type {text.model_type}, whose rows read more than keys, values and "
             "their own embedding; a PTP head needs a llama-like target; name another target, or another head"
         )
     if others:
@@ -257,12 +245,9 @@ def _check_target(target: Any, config: Any) -> nn.Module:
             f"target {target.name} has layers of kind {', '.join(sorted(others))}; a PTP head needs full_attention in "
             "every layer; name another target"
         )
-    for name, size, wanted in (
-        ("hidden_size", target.hidden_size, config.hidden_size),
-        ("vocab_size", target.vocab_size, config.vocab_size),
-        ("layers", len(backbone.layers), config.num_layers),
-    ):
-        if size != wanted:
+    sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "num_layers": len(backbone.layers)}
+    for name, size in sizes.items():
+        if size != (wanted := getattr(config, name)):
             raise HeadConfigError(
                 f"target {target.name} has {name}={size}, the head was made for {wanted}; name its own target"
             )
