@@ -27,7 +27,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from tests.support.configs import engine_config
 from vllm_mtpc import demo, plugin
 from vllm_mtpc.errors import ServeConfigError
-from vllm_mtpc.models.byte_llama import stop_ids
+from vllm_mtpc.models import registration
 from vllm_mtpc.proposers.config import versions
 from vllm_mtpc.proposers.patches import patch, scheduler, vllm_patches, worker
 from vllm_mtpc.proposers.v1.model_runner_v1 import HeadModelRunner as runner_v1
@@ -160,7 +160,7 @@ def test_a_configuration_names_our_classes(monkeypatch: pytest.MonkeyPatch) -> N
 REGISTERED = ("", ".plugin", ".proposers", ".proposers.patches", ".proposers.config", ".models")
 REGISTERED += tuple(f".proposers.patches.{name}" for name in ("engine_args", "patch", "vllm_patches"))
 REGISTERED += tuple(f".proposers.config.{name}" for name in ("switches", "versions"))
-REGISTERED += tuple(f".models.{name}" for name in ("registration", "byte_llama", "byte_llama.stop_ids"))
+REGISTERED += (".models.registration",)
 
 
 def test_who_serves_no_head_needs_nothing_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,6 +221,6 @@ def test_the_page_lists_every_replaced_attribute(root: Path) -> None:
     table = page.partition("\n| vLLM attribute |")[2].partition("\n## ")[0]
     listed = set(re.findall(r"^\| `(?:vllm\.)?([\w.]+: [\w.]+)`", table, re.MULTILINE))
     patches = (*vllm_patches.EVERY_PROCESS, *vllm_patches.WITH_HEAD, *vllm_patches.WITH_HEAD_SWAP)
-    every = {one.key for one in (*patches, stop_ids.try_get_generation_config)}
+    every = {one.key for one in (*patches, registration.try_get_generation_config)}
     every |= {"vllm.v1.worker.gpu.model_runner:init_speculator"}
     assert listed == {key.removeprefix("vllm.").replace(":", ": ") for key in every} and len(listed) <= 14

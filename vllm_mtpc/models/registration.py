@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from typing import Any
 
-from vllm_mtpc.models.byte_llama import stop_ids
-from vllm_mtpc.proposers.patches.patch import apply, when_imported
+from vllm_mtpc.proposers.patches.patch import apply, patch, when_imported
 
 ARCHITECTURES = {
     "EvaByteForCausalLM": "vllm_mtpc.models.evabyte.model:EvaByteForCausalLM",
@@ -15,9 +15,21 @@ ARCHITECTURES = {
 }
 
 
+@patch("vllm.config.model", "ModelConfig.try_get_generation_config", needs=("self",))
+def try_get_generation_config(original: Callable[..., Any], self: Any) -> dict[str, Any]:
+    """Drop stop ids of a byte-level Llama's subword model, which crash the engine once min_tokens is asked for."""
+    values = original(self)
+    if getattr(self.hf_config, "model_type", None) != "tpu_llama":
+        return values
+    from vllm_mtpc.config.byte_llama import known_ids
+
+    ids = {"bos_token_id", "eos_token_id", "pad_token_id"} & values.keys()
+    return values | {name: known_ids(values[name], self.hf_config.vocab_size) for name in ids}
+
+
 def register() -> None:
     """Register everything; a second call has no effect."""
-    apply(stop_ids.try_get_generation_config)
+    apply(try_get_generation_config)
     for module, fill in (
         ("vllm.model_executor.models.registry", _models),
         ("vllm.transformers_utils.config", _configs),

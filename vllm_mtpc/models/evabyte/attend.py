@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from vllm.platforms import current_platform
 
-from vllm_mtpc.models.evabyte.plan import EvaPlan, Segment, SummaryPlan
+from vllm_mtpc.models.evabyte.plan import EvaPlan, SummaryPlan
 
 PAGE = 16  # FlashAttention takes pages of a multiple of 16 entries
 BLOCK = 256  # tokens; its summaries fill a page for chunks of up to 16 tokens
@@ -54,24 +54,15 @@ def attend(query: Tensor, cache: Tensor, summaries: Tensor, plan: EvaPlan, place
     out = torch.zeros_like(query)
     for segment in plan.segments():
         rows = slice(segment.row, segment.row + segment.num_rows)
-        key, value, mask = _gather_segment(cache, summaries, plan, places, segment)
-        heads_first = query[rows].transpose(0, 1)
-        attended = F.scaled_dot_product_attention(heads_first, key.to(query.dtype), value.to(query.dtype), mask)
-        out[rows] = attended.transpose(0, 1)
+        first = segment.window * plan.window_size
+        num_chunks = first // plan.chunk_size
+        earlier = _gather(summaries, places.block_table[segment.request].long(), 0, num_chunks, places.states)
+        own = _gather(cache, plan.block_table[segment.request].long(), first, segment.tokens, plan.block_size)
+        key, value = torch.cat([earlier, own], dim=1).to(query.dtype).chunk(2, dim=-1)
+        mask = torch.ones(segment.num_rows, key.shape[1], dtype=torch.bool, device=cache.device)
+        mask = mask.tril(key.shape[1] - segment.num_rows)
+        out[rows] = F.scaled_dot_product_attention(query[rows].transpose(0, 1), key, value, mask).transpose(0, 1)
     return out
-
-
-def _gather_segment(
-    cache: Tensor, summaries: Tensor, plan: EvaPlan, places: SummaryPlan, segment: Segment
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return keys and values [H, L, D] of a segment, and its attention mask [num_rows, L]."""
-    first = segment.window * plan.window_size
-    num_chunks = first // plan.chunk_size
-    earlier = _gather(summaries, places.block_table[segment.request].long(), 0, num_chunks, places.states)
-    own = _gather(cache, plan.block_table[segment.request].long(), first, segment.tokens, plan.block_size)
-    key, value = torch.cat([earlier, own], dim=1).chunk(2, dim=-1)
-    length, rows = num_chunks + segment.tokens, segment.num_rows
-    return key, value, torch.ones(rows, length, dtype=torch.bool, device=cache.device).tril(length - rows)
 
 
 def _gather(cache: Tensor, blocks: Tensor, start: int, count: int, per_block: int) -> Tensor:
