@@ -105,7 +105,7 @@ def test_wheel_has_every_source_file_and_asset(wheel: Path, sources: Path) -> No
         for folder, place in places.items()
         for file in (sources / folder).rglob("*")
         if file.is_file()
-        and (file.suffix in (".py", ".typed", ".html") or "assets" in file.parts or folder == "kernels")
+        and (file.suffix in (".py", ".typed", ".html", ".jinja") or "assets" in file.parts or folder == "kernels")
     }
     assert {"vllm_mtpc/proposers/__init__.py", "vllm_mtpc/kernels/__init__.py"} <= held
     assert held == expected

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, SkipValidation, ValidationError
-from typing_extensions import Self
 from vllm.config.model import ModelConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.speculative import SpeculativeConfig
@@ -27,6 +26,9 @@ from vllm_mtpc.heads import HEADS
 from vllm_mtpc.plan.draft_schedule import KEY, Schedule, default_schedule, relative_load
 from vllm_mtpc.proposers.config.engine_checks import check_draft_layers, check_structured_outputs, how_to_v2
 from vllm_mtpc.proposers.config.switches import logger
+
+if TYPE_CHECKING:
+    from typing import Self
 
 COMMON_KEYS = ("method", "model", "revision", "num_speculative_tokens", KEY)  # options of every method
 REJECTION_METHODS = ("standard", "block", "synthetic")  # vLLM 0.33's "fly" keeps drafts that must be rejected

@@ -18,7 +18,7 @@ PROMPTS = [[3, 9, 4], [20, 21, 22, 23, 24], [7, 7, 1, 12]]
 OPTIONS = {"mtpc": {}, "ptp": {"method": "ptp", "max_aux_rows": 32}}
 REFUSED = {  # by method: heads that do not fit, and a part of the message
     "mtpc": {
-        "short": "has window=3 and its first token is the target's own, so allowed are 1 to 2",
+        "short": "has window=3: allowed are 1 to 2",
         "of another vocabulary": "has vocab_size=40, but target",
         "ptp": "is of method 'ptp', not 'mtpc'",
         "nowhere": "nowhere",

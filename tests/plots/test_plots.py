@@ -13,7 +13,6 @@ import pytest
 from vllm_mtpc import demo
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.plots import command, draw
-from vllm_mtpc.train.options import parse
 
 RESULTS = {
     "t1": {"tokens_per_step": 1.75, "standard_error": 0.25, "per_position": [0.5, 0.25]},
@@ -46,23 +45,9 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list:
 def test_loss_is_drawn_over_steps(tmp_path: Path, drawn: list) -> None:
     assert draw.plot_loss([], tmp_path, "nats") == [] and not list(tmp_path.iterdir())
     assert {file.name for file in draw.plot_loss(METRICS, tmp_path, "nats")} == {"loss.png", "loss.svg"}
+    assert drawn[0].axes[0].get_ylabel() == "loss (nats)"
     loss, tokens = (axis.lines[0] for axis in drawn[0].axes)
     assert (loss.get_xdata()[-1], loss.get_ydata()[-1], tokens.get_ydata()[-1]) == (100, 0.3, 2.0)
-
-
-@pytest.mark.parametrize(
-    ("values", "unit"),
-    [
-        ({}, "90 % total variation, the rest nats"),  # the default
-        ({"acceptance": 1}, "total variation"),
-        ({"acceptance": 0}, "nats per token"),
-        ({"head": "ptp"}, "nats per token"),
-    ],
-)
-def test_loss_axis_names_its_unit(tmp_path: Path, drawn: list, values: dict, unit: str) -> None:
-    options = parse({"target": "t", "data": ["d"], "out": tmp_path, **values})
-    draw.plot_loss(METRICS, tmp_path, options.trainer.loss_unit(options))
-    assert drawn[0].axes[0].get_ylabel() == f"loss ({unit})"
 
 
 def test_acceptance_is_drawn_by_position_and_temperature(tmp_path: Path, drawn: list) -> None:
