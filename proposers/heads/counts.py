@@ -28,10 +28,7 @@ IDLE = "vllm_mtpc_idle"  # attribute of a ModelRunnerOutput: the bundled head ha
 
 
 def append_counts(stats: Any, counts: dict[str, int]) -> None:
-    """Append counts to the K numbers of a list of vLLM's SpecDecodingStats, which vLLM does not read.
-
-    vLLM's processes exchange only fields that its classes declare.
-    """
+    """Append counts to the K numbers of a list of vLLM's SpecDecodingStats; vLLM does not read them."""
     stats.num_draft_tokens_per_pos += [counts.get(name, 0) for name in NAMES]
 
 

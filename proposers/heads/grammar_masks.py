@@ -1,8 +1,8 @@
 """Drafts that a request's grammar allows: the conditionals are masked with the grammar's state while drafting.
 
-For each structured request, on either model runner: a matcher of the grammar, compiled by vLLM's own backend, reads the
-emitted tokens. While drafts are sampled it masks log q(x_k | x_<k), accepts the sampled draft, and is rolled back after
-the last draft. The rejection sampler receives the masked distribution.
+A matcher of each grammar, compiled by vLLM's own backend, reads the emitted tokens. While drafts are sampled it masks
+log q(x_k | x_<k), accepts the sampled draft, and is rolled back after the last one. The rejection sampler receives the
+masked distribution.
 
 vLLM prunes drafts from the first forbidden one and takes the token there from the target, which biases the output: the
 token must come from max(p - q, 0). A masked draft is never pruned. Drafts are not masked if `mask_drafts` is off or no
@@ -43,7 +43,6 @@ class Follower:
     compiling: Any = None  # the StructuredOutputRequest that is being compiled, or None
 
     def read(self, request_id: str, tokens: list[int]) -> None:
-        """Read the output tokens of a request that were not read yet."""
         if self.grammar is not None and len(tokens) > self.num_read:
             if not self.grammar.accept_tokens(request_id, tokens[self.num_read :]):
                 self.grammar = None
@@ -61,8 +60,6 @@ class Masks:
     _advanced: Counter[int] = field(default_factory=Counter)
 
     def around(self, pick: Pick) -> Pick:
-        """Return `pick` on masked conditionals."""
-
         def masked(log_q: Tensor, k: int) -> Tensor:
             open_rows = [row for row in self.rows if row not in self.lengths]
             for row in open_rows:
@@ -83,7 +80,6 @@ class Masks:
         return masked if self.rows else pick
 
     def rewind(self) -> None:
-        """Roll the grammars back to the emitted tokens."""
         for row, count in self._advanced.items():
             self.rows[row].grammar.rollback(count)
         self._advanced.clear()
@@ -135,8 +131,7 @@ class Grammars:
 
         Args:
             requests: all running requests by id, with `sampling_params` and `output_token_ids`.
-            request_ids: the batch.
-            sampled_token_ids: tokens of the step; [] for an unfinished prompt.
+            request_ids, sampled_token_ids: of the batch; [] for an unfinished prompt.
         """
         self.followers = {name: kept for name, kept in self.followers.items() if name in requests}
         rows = [row for row, name in enumerate(request_ids) if sampled_token_ids[row] and name in self.followers]

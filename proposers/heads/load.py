@@ -44,17 +44,13 @@ def load_served_head(
     head_dtype: str = "auto",
     num_drafts: int | None = None,
 ) -> Head:
-    """Load the head of a folder.
+    """Load the head of a folder; raises on every rank if loading fails on one.
 
     Args:
         folder, device: of the head.
-        dtype: of its weights where head_dtype is "auto".
-        target_model: vLLM's model, whose lm_head some heads use.
-        target_dtype: dtype of the target's hidden states.
+        dtype, head_dtype: of its weights; `dtype` where head_dtype is "auto".
+        target_model, target_dtype: vLLM's model, whose lm_head some heads use, and the dtype of its states.
         num_drafts: the most drafts per step; None: all of the window.
-
-    Raises:
-        Exception: on every rank, if loading fails on one.
     """
     config, head = succeed_together(partial(_load, folder, dtype, device, head_dtype, num_drafts))
     if head.needs_lm_head:  # runs collectives
@@ -68,10 +64,9 @@ def _load(
     folder: str, dtype: torch.dtype, device: torch.device, head_dtype: str, num_drafts: int | None
 ) -> tuple[HeadConfig, Head]:
     """Load the head without the target's lm_head; runs no collective."""
-    dtype = weights_dtype(head_dtype, dtype)
     num_ranks = _num_ranks()
     # rows are dropped before the head is moved: the device needs no room for them
-    config, head = load_head(folder, dtype, "cpu" if num_ranks > 1 else device)
+    config, head = load_head(folder, weights_dtype(head_dtype, dtype), "cpu" if num_ranks > 1 else device)
     if isinstance(head, LinearHead) and pays(head.leaf_weight.nbytes, num_ranks, device.type):
         rank = get_tensor_model_parallel_rank()
         head.shard_leaves(Shard(rank, num_ranks, config.vocab_size, _gather))
@@ -83,11 +78,7 @@ def _load(
 
 
 def kept(tensors: Iterable[Tensor]) -> nn.Module:
-    """Return a module with these tensors as buffers, which vLLM restores after a sleep of level 2.
-
-    vLLM saves the buffers of the target and of the speculator's model; other tensors are lost. The user loads the
-    target's weights again, but not the head's.
-    """
+    """Return a module with these tensors as buffers, which vLLM restores after a sleep of level 2."""
     module = nn.Module()
     for index, tensor in enumerate(tensors):
         module.register_buffer(str(index), tensor.data, persistent=False)
@@ -144,10 +135,7 @@ def _own_columns(
 def _lm_head(
     compute_logits: Callable[[Tensor], Tensor], target_dtype: torch.dtype, vocab_size: int
 ) -> Callable[[Tensor], Tensor]:
-    """Return vLLM's `compute_logits` for states [..., D] of any dtype: logits [..., V] without padding.
-
-    The model's scale, soft cap and quantisation apply. Under tensor parallelism every rank gets all logits.
-    """
+    """Return vLLM's `compute_logits` for states [..., D] of any dtype: logits [..., V] without padding."""
 
     def logits(states: Tensor) -> Tensor:
         flat = compute_logits(states.reshape(-1, states.shape[-1]).to(target_dtype))

@@ -1,7 +1,6 @@
 """Tensor-parallel ranks that agree on the success of a phase before any of them enters its collectives.
 
-A rank that raised would never enter a collective in which the others wait. A bundled head that fails on one rank before
-the first request is given up on all: they serve the target without it.
+A bundled head that fails on one rank before the first request is given up on all: they serve the target without it.
 """
 
 from __future__ import annotations
@@ -23,11 +22,7 @@ class GivenUp(Exception):
 
 
 def succeed_together(call: Callable[[], Made]) -> Made:
-    """Return the result of `call` once it has returned on every rank; the ranks compare over gloo.
-
-    Raises:
-        Exception: that of `call`; RuntimeError, which names the rank, where only another rank's raised.
-    """
+    """Return the result of `call` once it has returned on every rank; raise its error, or that of another rank."""
     if not model_parallel_is_initialized() or (group := get_tp_group()).world_size == 1:
         return call()
     made, error = None, None
@@ -56,7 +51,6 @@ def attempt(call: Callable[[], Made], folder: str) -> Made:
 
 
 def release() -> None:
-    """Free the device memory of a head."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -28,11 +28,7 @@ OTHER_FIELDS = {"speculators_config", "speculators_version", "format_version", "
 
 
 def swap(runner: Any, path: str) -> dict[str, Any]:
-    """Serve the head in a folder from the next step on; return its folder, method and main sizes.
-
-    Args:
-        runner: vLLM's model runner, V1 or V2.
-        path: folder of the new head.
+    """Serve the head in folder `path` from the next step on; return its folder, method and main sizes.
 
     Raises:
         ServeConfigError: the head does not fit; the old one remains.
@@ -57,8 +53,7 @@ def swap(runner: Any, path: str) -> dict[str, Any]:
         raise ServeConfigError(f"the head is not swapped, {spec.model_folder} drafts on: {reason(error)}") from None
     if commit is not None:
         commit()
-    for name in ("model", "model_folder", "head"):
-        object.__setattr__(spec, name, getattr(made, name))  # the config validates assignments
+    vars(spec).update(model=made.model, model_folder=made.model_folder, head=made.head)  # without validation
     logger.info("Swapped the head: %r", spec)
     shown = ("circuit", "variant", "window", "num_components")
     return {"head": made.model_folder, "method": made.method} | {
@@ -75,7 +70,6 @@ def copy_tensors(old: nn.Module, new: nn.Module) -> None:
 
 
 def _configure_like(spec: Any, path: str) -> Any:
-    """Return the configuration of the head at `path` with the options of the served one."""
     keys = (name for name in spec.user_keys if name not in ("model", "revision", KEY))
     given = {name: getattr(spec, name) for name in keys} | {"model": path, KEY: "off"}
     targets = {"target_model_config": spec.target_model_config, "target_parallel_config": spec.target_parallel_config}

@@ -20,8 +20,7 @@ ASSUMED = 0.5  # acceptance of a further draft, for a head that was not measured
 LARGEST = 1024  # the largest batch size of a default schedule; vLLM keeps the last K for larger ones
 MARGIN = 1.1  # least expected speed-up of drafting: costs are known to 6 %, and batches that shrink cost 5 %
 
-# Milliseconds on one of two CPU cores (packaged demo target in float32, Model Runner V1; fitted to the steps of `bench
-# serve --demo`, 1 to 16 clients). Only ratios count.
+# Milliseconds on a CPU core (packaged demo target, V1; fitted to `bench serve --demo`). Only ratios count.
 CPU_STEP = (3.45, 0.28, 0.145)  # a step, + each request, + each row
 CPU_DRAFT = (0.7, 0.04, 0.145, 0.029)  # drafting and verification, + each request, + each draft, + each of both
 GPU_ROWS, GPU_FEW, GPU_FEW_ROWS = 128, 2, 192  # rows of a step up to which K, or GPU_FEW, drafts are made
@@ -33,9 +32,8 @@ def default_schedule(
 ) -> Schedule:
     """Return the schedule for a user who gives none.
 
-    On a CPU: the K with the most tokens per second by the costs above, on average over the temperatures, and 0 where
-    the speed-up at one of them is below MARGIN. On a GPU (not measured): as many drafts as keep the rows of a step
-    below GPU_ROWS or GPU_FEW_ROWS, where a step still waits for weights.
+    On a CPU: the K with the most tokens per second, on average over the temperatures, and 0 where the speed-up at one
+    is below MARGIN. On a GPU (not measured): as many as keep the rows of a step below GPU_ROWS or GPU_FEW_ROWS.
 
     Args:
         measured: at each measured temperature, P(the first k drafts are all accepted), k = 1, 2, ...
@@ -90,10 +88,7 @@ def merge_ranges(per_batch: Sequence[int]) -> Schedule:
 
 
 def limit_lengths(per_batch: Sequence[int]) -> list[int]:
-    """Return per_batch with at most GPU_LENGTHS distinct K, none of them raised.
-
-    The largest and the smallest K stay, and the one between them that keeps the most drafts.
-    """
+    """Return per_batch with its largest and smallest K and the one between that keeps the most drafts; none raised."""
     found = sorted(set(per_batch))
     if len(found) <= GPU_LENGTHS:
         return list(per_batch)
@@ -136,5 +131,4 @@ def _cpu_drafts(accepted: Sequence[Sequence[float]], batch: int, load: float) ->
 def _gpu_drafts(num_drafts: int, batch: int) -> int:
     if batch * (1 + num_drafts) <= GPU_ROWS:
         return num_drafts
-    few = min(num_drafts, GPU_FEW)
-    return few if batch * (1 + GPU_FEW) <= GPU_FEW_ROWS else 0
+    return min(num_drafts, GPU_FEW) if batch * (1 + GPU_FEW) <= GPU_FEW_ROWS else 0

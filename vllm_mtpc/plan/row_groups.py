@@ -3,8 +3,7 @@
 A group is a run of auxiliary rows that attends to the first c tokens of a request and to itself. With two passes each
 request has one group, after the token that was just sampled. The merged pass verifies v drafts and drafts for the next
 step at once: since the number of accepted drafts d is not known yet, there is a group of n_d rows for each d.
-`max_aux_rows` limits the rows of a whole batch, so larger batches draft less. Plans depend on the configuration alone:
-the scheduler's process and all workers have the same.
+Plans depend on the configuration alone: the scheduler's process and all workers have the same.
 
 The steps of a request with the merged pass are a Markov chain with state v, the drafts of the step:
 
@@ -50,7 +49,6 @@ class Bucket(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Auxiliary rows per request."""
         return sum(self.sizes)
 
 
@@ -67,17 +65,14 @@ class Plan(NamedTuple):
 
     @property
     def max_groups(self) -> int:
-        """Groups of the largest batch."""
         return max((bucket.max_batch * len(bucket.groups) for bucket in self.buckets), default=0)
 
     @property
     def max_group_rows(self) -> int:
-        """Rows of the longest group, including leading ones."""
         return max((max(bucket.sizes) for bucket in self.buckets), default=0) + self.leading
 
     @property
     def max_rows(self) -> int:
-        """Rows of all groups of a batch."""
         drafting = (bucket for bucket in self.buckets if bucket.rows)
         return max((bucket.max_batch * (bucket.rows + self.leading) for bucket in drafting), default=0)
 
@@ -121,10 +116,8 @@ def merged_plan(
     """Return the plan of the merged pass for batches of 1, 2, 4, 8, ... from the head's measured acceptance.
 
     Args:
-        head: config of the head.
-        num_drafts: K.
-        max_num_seqs: the largest batch.
-        max_aux_rows: the most auxiliary rows of a batch.
+        head, num_drafts: config of the head, and K.
+        max_num_seqs, max_aux_rows: the largest batch, and the most auxiliary rows of a batch.
         rows_per_request: the most of one request; None: as many as are useful.
     """
     most = max_aux_rows if rows_per_request is None else rows_per_request
@@ -136,12 +129,7 @@ def merged_plan(
 
 
 def scheduled_plan(plan_of: Callable[[int], Plan], drafts_by_batch: Sequence[int]) -> Plan:
-    """Return one plan for drafts by batch size.
-
-    Args:
-        plan_of: returns the plan for K drafts.
-        drafts_by_batch: K of batch size n at index n - 1; 0: none.
-    """
+    """Return one plan from those of K drafts, `plan_of`; drafts_by_batch: K of batch size n at index n - 1."""
     plans = {drafts: plan_of(drafts) for drafts in set(drafts_by_batch) if drafts}
     width = 1 + max(plans, default=0)
     buckets: list[Bucket] = []
@@ -180,12 +168,10 @@ def choose_groups(accepted: Sequence[float], num_drafts: int, budget: int, varia
 
 
 def _doubled(most: int) -> list[int]:
-    """Return 1, 2, 4, 8, ... and `most`."""
     return [*(1 << power for power in range((most - 1).bit_length())), most]
 
 
 def _merged(buckets: list[Bucket]) -> tuple[Bucket, ...]:
-    """Merge neighbours with the same groups."""
     return tuple(list(same)[-1] for _, same in groupby(buckets, key=lambda bucket: bucket.sizes))
 
 
@@ -216,8 +202,7 @@ class _Chain:
         return (visits * self.tokens[drafts]).sum(-1), visits
 
     def values(self, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the stationary distribution of d [K + 1], and w [K + 1]: tokens of a step with v drafts and, relative
-        to the mean, of all later steps."""
+        """Return the stationary distribution of d [K + 1], and w [K + 1] (see the module)."""
         tokens, visits = self.stationary(sizes)
         drafts = drafts_of_rows(sizes, self.variant)
         step = self.transition[drafts]
@@ -242,7 +227,6 @@ class _Chain:
             yield np.minimum(random.multinomial(self.budget, shares), self.most)
 
     def improved(self, sizes: np.ndarray) -> np.ndarray:
-        """Exchange rows between two groups while tokens per step rise."""
         tokens = self.stationary(sizes)[0]
         for _ in range(MAX_ROUNDS):
             better = self.exchanged(sizes)
