@@ -33,14 +33,12 @@ if TYPE_CHECKING:
 COMMON_KEYS = ("method", "model", "revision", "num_speculative_tokens", KEY)  # options of every method
 REJECTION_METHODS = ("standard", "block", "synthetic")  # vLLM 0.33's "fly" keeps drafts that must be rejected
 
-# Targets of LoRA draft layers. vLLM's class has `model.layers` and `model.norm`, a layer takes (positions, states,
-# residual), and returns the states that enter a layer on request. A test compares each with merged adapters.
+# Targets of LoRA draft layers: `model.layers` of (positions, states, residual), `model.norm`, auxiliary hidden states
 DRAFT_LAYER_TARGETS = tuple(
     f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "EvaByte", "TPULlama")
 )
 
-# vLLM's classes of these targets return the states before the final norm and apply it in `compute_logits`. Heads are
-# trained on the states after it. A test compares the list with vLLM's sources.
+# vLLM's classes of these targets return the states before the final norm; a test compares the list with its sources
 BEFORE_NORM = (
     *("MiMoForCausalLM", "Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"),
     *("Step5ForCausalLM", "Step5ForConditionalGeneration", "KimiLinearForCausalLM", "KimiK3ForConditionalGeneration"),

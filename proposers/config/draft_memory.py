@@ -46,15 +46,11 @@ def rows_at_once(
     logits_dtype: torch.dtype,
     graph_sizes: Sequence[int] = (),
 ) -> dict[int, int]:
-    """Return the number of requests drafted for at once by number of drafts K, the largest draft first.
-
-    It is the largest batch with K drafts whose logits fit in LOGITS_BYTES, at least 1.
+    """Return the largest batch with K drafts whose logits fit in LOGITS_BYTES by K, the largest draft first.
 
     Args:
-        head: the head.
-        drafts_by_batch: K by batch size; index 0 is unused.
-        num_drafts: K where no batch has drafts.
-        logits_dtype: dtype of the logits.
+        head, logits_dtype: the head, and the dtype of its logits.
+        drafts_by_batch, num_drafts: K by batch size (index 0 is unused), and K where no batch has drafts.
         graph_sizes: batch sizes of CUDA graphs, to which batches are padded.
     """
     largest = {drafts: batch for batch, drafts in enumerate(drafts_by_batch) if batch and drafts} or {num_drafts: 1}
@@ -78,12 +74,9 @@ def draft_memory(
     """Return the memory on one rank of Model Runner V2 for head_dtype auto.
 
     Args:
-        config: of the head.
-        drafts_by_batch: K by batch size up to max_num_seqs; index 0 is unused.
-        num_drafts: the largest K.
-        dtype: the target's.
-        num_ranks: tensor-parallel ranks.
-        device_type: "cuda" or "cpu".
+        config, dtype: of the head, and of the target.
+        drafts_by_batch, num_drafts: K by batch size up to max_num_seqs (index 0 is unused), and the largest K.
+        num_ranks, device_type: tensor-parallel ranks, and "cuda" or "cpu".
         is_drawn: whether drafts are sampled; greedy drafts store no conditionals.
     """
     with torch.device("meta"):

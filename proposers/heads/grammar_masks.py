@@ -5,12 +5,9 @@ log q(x_k | x_<k), accepts the sampled draft, and is rolled back after the last 
 masked distribution.
 
 vLLM prunes drafts from the first forbidden one and takes the token there from the target, which biases the output: the
-token must come from max(p - q, 0). A masked draft is never pruned. Drafts are not masked if `mask_drafts` is off or no
-matcher can follow (a reasoning parser starts the grammar later, or the matcher refuses a token). Both runners keep the
-output distribution then (v1/proposer.py: set_one_hot, v2/verification.py).
-
-Each masked draft synchronises with the host; steps without structured requests do not. Grammars are compiled in
-threads; tensor-parallel ranks exchange which are compiled, because they must draft the same tokens.
+token must come from max(p - q, 0). A masked draft is never pruned. Where drafts are not masked (`mask_drafts`, a
+reasoning parser, a refused token), both runners keep the output distribution (v1/proposer.py: set_one_hot,
+v2/verification.py). Tensor-parallel ranks exchange which grammars are compiled: they must draft the same tokens.
 """
 
 from __future__ import annotations

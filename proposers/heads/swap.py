@@ -2,9 +2,8 @@
 
     llm.collective_rpc("swap_head", args=("FOLDER",))       POST /mtpc/head over HTTP (patches/endpoint.py)
 
-Every rank loads and checks the new head while the old one is in use, and activates it once all ranks have. If it fails
-on one rank it is refused on all. Drafts of the last step are verified with the distribution they were sampled from,
-which is stored with them: the output distribution and seeded outputs are unchanged. Running requests continue.
+Every rank activates the new head once all have loaded it; if it fails on one rank it is refused on all. Drafts of the
+last step are verified with the stored distribution they were sampled from: outputs are unchanged, requests continue.
 """
 
 from __future__ import annotations

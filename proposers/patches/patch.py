@@ -29,8 +29,7 @@ class Patch:
     """A replaced attribute of vLLM.
 
     Attributes:
-        module: module of the attribute.
-        attribute: its dotted name inside the module.
+        module, attribute: the module, and the attribute's dotted name inside it.
         function: called as function(original, *args, **kwargs) in place of a function. If `needs` is None, the
             attribute becomes function(original).
         needs: parameters that the original must have.

@@ -49,10 +49,9 @@ MARGIN_ALONE, MARGIN = 1.03, 1.1  # least expected speed-up, for one request and
 
 
 def card_rates(measured: Mapping[str, Sequence[float]], num_drafts: int) -> Floats:
-    """Return the acceptance of draft k after accepted drafts before it, [2, K], from the head's card.
+    """Return the acceptance of draft k after accepted drafts, [2, K], from P(the first k accepted) by temperature.
 
-    measured: P(the first k drafts are all accepted) by temperature, "t0" and "t1". An absent temperature takes the
-    values of the other, unmeasured drafts take ASSUMED.
+    An absent one of the temperatures "t0" and "t1" takes the values of the other.
     """
     rates = np.full((2, num_drafts), ASSUMED)
     for row, key in zip(rates, ("t0", "t1"), strict=True):
@@ -191,19 +190,15 @@ class Plan(NamedTuple):
 
 
 class Costs:
-    """Seconds of a step of the target and of a draft, for batches of one kind on this machine.
+    """Seconds of a step of the target and of a draft, for batches of similar size that are all greedy or not.
 
-    The first weights have the proportions of CPU_STEP and CPU_DRAFT, or those of `like`. load: multiplications of the
-    head for one draft, divided by those of the target for one row.
+    The first weights have the proportions of CPU_STEP and CPU_DRAFT, or those of `like`; load: see `relative_load`.
     """
 
     def __init__(self, load: float, like: Costs | None = None) -> None:
-        step, per_request, per_row = CPU_STEP
         drafting, draft_request, per_draft, per_token = CPU_DRAFT
-        per_token = max(per_token, load * per_row)
-        priors = 1e-3 * np.array(
-            [[step, per_request, per_row, VERIFYING], [drafting - VERIFYING, draft_request, per_draft, per_token]]
-        )
+        draft = drafting - VERIFYING, draft_request, per_draft, max(per_token, load * CPU_STEP[2])
+        priors = 1e-3 * np.array([(*CPU_STEP, VERIFYING), draft])
         if like is not None:
             found = like.weights()
             scale = (found.sum(axis=1) / priors.sum(axis=1))[:, None]

@@ -2,8 +2,7 @@
 
 Coupling (see `proposers/v2/verification.py`): vLLM's sampler on a CPU draws one number per token from the request's
 generator, and derives the token's Gumbel noise from it. Drafts and the target's tokens at their rows are sampled with
-the same numbers, drawn ahead; the generator advances by the number of kept tokens. On other devices V1 draws noise of
-the vocabulary's size per token: a seed guarantees only the distribution there.
+the same numbers, drawn ahead. On other devices a seed guarantees only the distribution.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ For each request: take the target's hidden state at its last accepted token and 
 the circuit on x_1, sample x_2 .. x_{1+K} from the exact conditionals, and hand these conditionals to vLLM's rejection
 sampler.
 
-Differences from Model Runner V2: tokens are lists on the host, noise is not counter-based (a seeded request draws with
-its own generator, see `model_runner_v1.py`), and the draft probabilities are normalised after temperature.
+Unlike on Model Runner V2 a seeded request draws with its own generator (`model_runner_v1.py`), and the draft
+probabilities are normalised after temperature.
 """
 
 from __future__ import annotations
@@ -144,7 +144,6 @@ class MtpcProposer:
         """Return drafts per request, [] for an unfinished prompt; the runner receives the draft probabilities.
 
         Args:
-            sampled_token_ids: tokens of this step per request; [] for an unfinished prompt.
             sample_hidden_states: [num rows with logits, D].
             spec_decode_metadata: None for a step that verified nothing.
         """

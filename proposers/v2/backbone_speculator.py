@@ -9,10 +9,9 @@ Algorithm, after every target forward pass, for all rows of its batch:
      and then the next step write again before they read.
   2. queries: [x_1 | masks] of every request at the positions after its last row, in one pass. Their keys and values go
      to slots that the scheduler reserves (`num_lookahead_tokens`). Each query reads the text and all other queries. The
-     states after the final norm are the head's input. A request always has as many queries as in training.
+     states after the final norm are the head's input.
 
-The context is written in steps without drafts too. CUDA graphs hold both steps, the context for as many rows as a step
-verifies; other rows are written before.
+The context is written in steps without drafts too. CUDA graphs hold both, the context of the rows that a step verifies.
 """
 
 from __future__ import annotations

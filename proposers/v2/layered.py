@@ -6,9 +6,8 @@ name. vLLM gives a twin a cache in the KV cache group of the layer that it copie
 metadata of a step hold for it too.
 
 Algorithm, after every target forward pass, also in steps without drafts: the residual stream of all rows that entered
-the target's layer L - K (vLLM's auxiliary hidden states) goes through the draft layers, which write and read their
-cache at the target's slots. The head reads the states after the final norm. Rows of rejected drafts write wrong states
-at positions that the next step writes again before it reads them.
+the target's layer L - K (vLLM's auxiliary hidden states) goes through the draft layers. The head reads the states after
+the final norm. Rows of rejected drafts write wrong states, which the next step writes again before it reads them.
 """
 
 from __future__ import annotations

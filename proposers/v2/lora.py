@@ -68,8 +68,7 @@ def adapt_linear(
     """Return `base` with its adapters, or `base` itself if it has none.
 
     Args:
-        lora: tensors by PEFT's names; those that are used are removed.
-        packed: names of the parts that vLLM merges, by the name of the merged layer.
+        lora, packed: tensors by PEFT's names, less those used here; parts by the name of the layer that merges them.
 
     Raises:
         CheckpointError: a merged layer has adapters for some of its parts only, or vLLM's layer cannot be adapted.

@@ -2,8 +2,7 @@
 
 A bundled head that fails before the first request (in its construction, loading, the memory profile, the warm-up or
 its CUDA graphs) is replaced by an `IdleSpeculator`. The first step's output reports it to the scheduler
-(`patches/scheduler.py`), which plans no more drafts. With asynchronous scheduling one more step is planned by then,
-whose drafts are zeros that are verified like any others.
+(`patches/scheduler.py`), which plans no more drafts; one step may be planned by then, whose drafts are zeros.
 """
 
 from __future__ import annotations

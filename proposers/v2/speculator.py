@@ -7,13 +7,12 @@ Algorithm, per request, after every target forward pass:
      with vLLM's Gumbel noise: of its drafting stream, or of the target's own for coupled requests (`verification.py`);
   4. store log q in `draft_logits`, which vLLM's rejection sampler scores the drafts with.
 
-`_generate_draft` is steps 2 to 4. It depends on fixed buffers alone and CUDA graphs hold it (`graphs.py`). Large
-batches are drafted in chunks (`config/draft_memory.py`). Only drafts of requests with a grammar wait for the host
-(`structured_requests.py`).
+`_generate_draft` is steps 2 to 4. It depends on fixed buffers alone and CUDA graphs hold it (`graphs.py`). Only drafts
+of requests with a grammar wait for the host (`structured_requests.py`).
 
-Differences from DraftModelSpeculator: there is no draft model, attention or KV cache. `draft_logits` have the head's
-dtype, and drafts are sampled from the rounded numbers that are scored. `draft_token_confidence_probs` depend on the
-conditionals, never on the sampled tokens: draft lengths chosen by them keep the output's distribution.
+`draft_logits` have the head's dtype, and drafts are sampled from the rounded numbers that are scored.
+`draft_token_confidence_probs` depend on the conditionals, never on the sampled tokens: the output distribution of draft
+lengths chosen by them is unchanged.
 """
 
 from __future__ import annotations
@@ -291,8 +290,7 @@ class MtpcSpeculator(DraftModelSpeculator):
                 self._generate_draft(num_reqs, num_drafts)
         num_drafts, max_rows = next(iter(self.rows_at_once.items()))
         self._generate_draft(max_rows, num_drafts)
-        most = max(self.rows_at_once)
         for num_reqs in (1, 2) if self.structured is not None else ():
-            index = torch.arange(min(num_reqs, self.max_num_reqs), device=self.device)
+            index, most = torch.arange(min(num_reqs, self.max_num_reqs), device=self.device), max(self.rows_at_once)
             params = self.model.draft_params(self.hidden_states[index], self.first_tokens[index], most)
             self._sample_sequential(params, index)

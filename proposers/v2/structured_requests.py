@@ -2,11 +2,7 @@
 
 The whole batch is drafted first, in one launch. Then the host reads the tokens that structured requests have emitted,
 and `MtpcSpeculator._generate_masked_draft` drafts for them again, each draft masked and sampled with the same noise;
-`draft_logits` receive the masked conditionals. With asynchronous scheduling vLLM waits for the tokens of the step
-before as well, before it samples a structured step.
-
-Drafts that are not masked (`mask_drafts: false`, a reasoning parser) are verified as `verification.py` describes. With
-synchronous scheduling vLLM schedules no forbidden draft, the same bias; `patches/scheduler.py` keeps the first one.
+`draft_logits` receive the masked conditionals. Drafts that are not masked are verified as `verification.py` describes.
 """
 
 from __future__ import annotations

@@ -3,17 +3,16 @@
 Coupled requests get the tokens that plain vLLM samples: the token after position i is argmax_v log p(v) + g(seed, i, v)
 with the processed distribution p and Gumbel noise g hashed from its arguments. Their drafts have the *same* noise,
 argmax_v log q(v) + g(seed, i, v), and are accepted while they equal the token: with probability at least
-(1 - TV(p, q)) / (1 + TV(p, q)) (Daliri, Musco and Suresh 2024, Gumbel coupling); rejection sampling accepts
-1 - TV(p, q). The drafts of other requests take noise of another stream (DRAFTING), which rejection sampling needs.
+(1 - TV(p, q)) / (1 + TV(p, q)) (Daliri, Musco and Suresh 2024, Gumbel coupling). The drafts of other requests take
+noise of another stream (DRAFTING), which rejection sampling needs.
 
 Pick, for PTP (Parallel Token Prediction): every output token is Pick(u, Q), the smallest token whose cumulative
 probability under the target's processed distribution Q exceeds u, a hash of the request's seed and the position of the
-row that gives Q. Drafts are accepted while they equal it, so the text is that of decoding without drafts. At
-temperature 0 the token is the argmax and u is 0.5. vLLM's fused samplers draw other numbers and are not used.
+row that gives Q. Drafts are accepted while they equal it. At temperature 0 the token is the argmax and u is 0.5.
 
-Drafts that a grammar forbids and that were not masked (`structured_requests.py`): vLLM 0.32 marks the first one and all
-after it as -1 and samples its token from p, where it must come from max(p - q, 0). Here the first one is verified like
-any other draft. Its row is masked with the grammar, so it is never accepted.
+Drafts that a grammar forbids and that were not masked (`structured_requests.py`): vLLM 0.32 samples the token of the
+first one from p, where it must come from max(p - q, 0). Here it is verified like any other draft, and never accepted
+because its row is masked with the grammar.
 
 Fresh noise: vLLM 0.32 keys the noise of a token by seed and position, so a rejected draft is sampled again from the
 same noise. In block and adaptive verification the accepted length depends on that noise, which biases the output. For

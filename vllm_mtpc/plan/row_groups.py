@@ -92,14 +92,6 @@ class GroupTable(NamedTuple):
     expected_tokens: float  # per step, stationary
 
 
-def accepted_of(head: PtpConfig) -> list[float]:
-    """Return P(exactly g drafts accepted), g = 0 .. n - 1: measured, else of independent drafts at ASSUMED."""
-    if head.accepted is not None:
-        return list(head.accepted)
-    last = head.window - 1
-    return [ASSUMED**g * (1 - ASSUMED) for g in range(last)] + [ASSUMED**last]
-
-
 def two_pass_plan(head: PtpConfig, num_drafts: int, max_num_seqs: int, max_aux_rows: int) -> Plan:
     """Return the plan of two passes: one group per request, whose first draft comes from the leading token's row.
 
@@ -122,7 +114,9 @@ def merged_plan(
     """
     most = max_aux_rows if rows_per_request is None else rows_per_request
     rows = {batch: min(most, max_aux_rows // batch) for batch in _doubled(max_num_seqs)}
-    accepted = accepted_of(head)
+    accepted = head.accepted
+    if accepted is None:  # not measured: independent drafts
+        accepted = [ASSUMED**g * (1 - ASSUMED) for g in range(head.window - 1)] + [ASSUMED ** (head.window - 1)]
     tables = {budget: choose_groups(accepted, num_drafts, budget, head.variant) for budget in set(rows.values())}
     drafted = {batch: tables[budget] for batch, budget in rows.items() if tables[budget].expected_tokens > 1}
     return Plan(_merged([Bucket(batch, table.sizes) for batch, table in drafted.items()]), leading=0)

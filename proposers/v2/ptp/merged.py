@@ -10,8 +10,8 @@ If a drafts are accepted, the states of group a give the next drafts: o-ptp take
 (which carries the u of the token that verification picks), c-ptp picks with the u of each row's successor. The other
 groups are dropped; `vllm_mtpc/plan/row_groups.py` gives rows to the groups where drafts are likely to end.
 
-The student's forward pass replaces the target's: it runs over the batch that vLLM prepared, then the groups. `propose`
-only reads its states. The target itself runs for batches that are too large to draft for.
+The student's forward pass replaces the target's except for batches that are too large to draft for; `propose` only
+reads its states.
 """
 
 from __future__ import annotations

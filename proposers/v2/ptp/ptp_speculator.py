@@ -10,9 +10,8 @@ first draft is the token that verification will pick. The other drafts come from
 that u from the row before. Verification picks with the same u, a hash of (seed, position) that both compute
 (`verification.py`), so a draft is accepted where the student is right.
 
-Differences from DraftModelSpeculator: the draft model is the target, with the KV cache of the committed tokens. The
-student writes to its own KV blocks (`groups.py`). An auxiliary row has the position of the token that predicts the same
-token. There are no `draft_logits`: verification compares tokens.
+The student reads the KV cache of the committed tokens and writes to its own blocks (`groups.py`). An auxiliary row has
+the position of the token that predicts the same token. There are no `draft_logits`: verification compares tokens.
 """
 
 from __future__ import annotations
@@ -86,7 +85,6 @@ class PtpSpeculator(DraftModelSpeculator):
         self.priorities = eager_priorities(vllm_config)
 
     def max_pass_rows(self) -> int:
-        """Return the most rows in a forward pass of the student."""
         return self.plan.max_rows
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
@@ -105,7 +103,7 @@ class PtpSpeculator(DraftModelSpeculator):
 
     @torch.inference_mode()
     def prepared(self, made: Any, target_model: nn.Module) -> Callable[[], None]:
-        """Load the head of another speculative config; return the function that activates it (`heads/swap.py`)."""
+        """Load the head of another speculative config; return what activates it (`heads/swap.py`)."""
         head = load_ptp(made.model_folder, self.dtype, self.device)
         scale = made.head.lora_alpha / made.head.lora_rank
         copy_adapters = prepare_adapters(self.model, head.lora, scale, target_model)
@@ -185,12 +183,9 @@ class PtpSpeculator(DraftModelSpeculator):
         is_profile: bool = False,
         **kwargs: Any,
     ) -> Tensor:
-        """Draft for the R requests of a step; arguments as in `MtpcSpeculator.propose`.
+        """Return drafts [R, K], int64, zeros after a request's last one; arguments as in `MtpcSpeculator.propose`.
 
         Temperatures and seeds are read from vLLM's sampler, as verification does.
-
-        Returns:
-            [R, K], int64; zeros after a request's last draft, and for batches that are too large to draft for.
         """
         drafts = self.draft_tokens[: input_batch.num_reqs].zero_()
         if is_profile:

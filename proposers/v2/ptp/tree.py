@@ -25,11 +25,7 @@ class Writes:
 
 
 class GroupAttention(nn.Module):
-    """An attention layer of the target, in a pass with groups.
-
-    The real rows are written first, then blocks are copied, then every row is written and attends. So groups attend to
-    the keys and values that the same pass wrote for their requests.
-    """
+    """An attention layer of the target: real rows are written, then blocks copied, then every row written and read."""
 
     def __init__(self, layer: Attention, writes: Writes) -> None:
         super().__init__()
