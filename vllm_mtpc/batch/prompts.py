@@ -74,8 +74,8 @@ def _some(items: list[Any], options: RegenerateOptions) -> list[Any]:
 def _prompts(options: RegenerateOptions, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[Prompt]:
     """Yield the prompts of the records in order, of at most `limit` records."""
     cut = _cutter(options, tokenizer)
-    for source in Bar(_some(list(read_records(options.data, options.split)), options), "prompts", unit=" records"):
-        record = source.record
+    records = _some(list(read_records(options.data, options.split)), options)
+    for origin, record in Bar(records, "prompts", unit=" records"):
         if "prompt_ids" in record:
             if ids := exact_ids(record, "prompt_ids"):
                 yield tuple(ids), None
@@ -84,13 +84,13 @@ def _prompts(options: RegenerateOptions, tokenizer: PreTrainedTokenizerBase | No
             for number in range(len(documents)):
                 yield from cut(documents[number][0].tolist())
         elif tokenizer is None:
-            raise UsageError(f"{source.origin}: needs a tokenizer, and the target has none; give prompt_ids")
+            raise UsageError(f"{origin}: needs a tokenizer, and the target has none; give prompt_ids")
         elif "messages" in record:
-            yield from _of_chat(source.origin, record["messages"], tokenizer)
+            yield from _of_chat(origin, record["messages"], tokenizer)
         elif isinstance(record.get("text"), str):
             yield from cut(tokenizer(record["text"], verbose=False)["input_ids"])
         else:
-            raise UsageError(f"{source.origin}: keys {', '.join(record)}; a record must be one of {FORMS}")
+            raise UsageError(f"{origin}: keys {', '.join(record)}; a record must be one of {FORMS}")
 
 
 def _of_chat(origin: str, messages: Messages, tokenizer: PreTrainedTokenizerBase) -> Iterator[Prompt]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 from vllm_mtpc.data.chat import chat_prompt
@@ -54,10 +54,8 @@ def load(data: list[str], target: str, count: int, length: int, longest: int) ->
     from vllm_mtpc.hf.model import target_tokenizer
 
     tokenizer = target_tokenizer(target)
-    if data:
-        by_record = (_prompts(*source, tokenizer, count, length) for source in read_records(data, "train"))
-        found = list(chain.from_iterable(by_record))
-    else:
+    found = [found for source in read_records(data, "train") for found in _prompts(*source, tokenizer, count, length)]
+    if not data:
         found = [tokenizer(text)["input_ids"] for text in held_out(min(count, DEMO_PROMPTS))]
     usable = [prompt for prompt in found if 0 < len(prompt) <= longest]
     if not usable:
@@ -73,7 +71,6 @@ def spread(items: Sequence[Any], count: int) -> list[Any]:
 
 
 def _prompts(origin: str, record: dict[str, Any], tokenizer: Any, count: int, length: int) -> list[list[int]]:
-    """Return the prompt of a record, or pieces of its text."""
     if isinstance(record.get("prompt_ids"), list):
         return [record["prompt_ids"]]
     if isinstance(messages := record.get("messages"), list):

@@ -9,9 +9,9 @@ import glob
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,9 +28,10 @@ TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")  # files that are read in a fol
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 DATASET_SUFFIXES = (".parquet", ".arrow", ".csv")  # a folder of these is a data set
 BATCH = 64  # records that are tokenised together: fast tokenizers use all cores
-BIN_MAGIC, BIN_VERSION, BIN_HEADER_BYTES = 20240520, 1, 256 * 4
+BIN_MAGIC, BIN_VERSION = 20240520, 1
 MAGICS = range(20200101, 20400101)  # of all formats of this family; the number is a date
 Record = dict[str, Any]
+Source = tuple[str, Record]  # a record after its origin: FILE, FILE:ROW (from 1) or NAME:ROW (from 0)
 Encoded = tuple[Sequence[int] | np.ndarray, Sequence[bool] | np.ndarray]  # token ids; which of them are trained
 
 
@@ -66,13 +67,6 @@ class Documents:
     def select(self, chosen: np.ndarray) -> Documents:
         """Return the documents where chosen, [N] bool, is true."""
         return Documents.join(self[index] for index in np.flatnonzero(chosen))
-
-
-class Source(NamedTuple):
-    """One record and its origin: FILE, FILE:ROW (from 1) or NAME:ROW (from 0)."""
-
-    origin: str
-    record: Record
 
 
 def is_path(name: str) -> bool:
@@ -124,25 +118,23 @@ def files_of(name: str) -> list[Path] | None:
     Raises:
         UsageError: There is no such file, or it is empty.
     """
+    if not is_path(name):
+        return None
     path = Path(name).expanduser()
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file())
         if any(file.suffix in DATASET_SUFFIXES for file in files):
             return None
         found = [file for file in files if file.suffix in TEXT_SUFFIXES and file.stat().st_size]
-        if not found:
-            raise UsageError(f"data {path}: no *{', *'.join(TEXT_SUFFIXES)} file with content in it")
-        return found
-    if not is_path(name):
-        return None
-    matches = [path] if path.exists() else map(Path, sorted(glob.glob(str(path), recursive=True)))
-    found = [file for file in matches if file.is_file()]
-    if not found:
+        wrong = f"no *{', *'.join(TEXT_SUFFIXES)} file with content in it"
+    else:
+        matches = [path] if path.exists() else map(Path, sorted(glob.glob(str(path), recursive=True)))
+        found = [file for file in matches if file.is_file()]
         wrong = "no file matches" if glob.has_magic(name) else "no such file or folder; name one that exists"
+    if not found:
         raise UsageError(f"data {name}: {wrong}")
-    for file in found:
-        if not file.stat().st_size:
-            raise UsageError(f"{file}: the file is empty")
+    if empty := [file for file in found if not file.stat().st_size]:
+        raise UsageError(f"{empty[0]}: the file is empty")
     return found
 
 
@@ -163,23 +155,19 @@ def read_records(data: Iterable[str], split: str, most_bytes: int | None = None)
     Raises:
         UsageError: A file or data set cannot be read.
     """
-    names = [(name, files_of(name)) for name in data]
-    size = size_of(name for name, files in names if files)
-    step = max(1, size // max(1, most_bytes)) if most_bytes else 1
-    number = 0
-    for name, files in names:
+    names = list(data)
+    step, number = max(1, size_of(names) // max(1, most_bytes)) if most_bytes else 1, count()
+    for name in names:
+        files = files_of(name)
         if files is None:
             yield from _dataset_records(name, split, most_bytes)
         for file in files or ():
-            for record in _file_records(file, most_bytes):
-                if number % step == 0:
-                    yield record
-                number += 1
+            yield from (record for record in _file_records(file, most_bytes) if next(number) % step == 0)
 
 
 def _file_records(path: Path, most_bytes: int | None) -> Iterator[Source]:
     if path.suffix == ".bin":
-        yield Source(str(path), {"bin": path, "tokens": most_bytes and most_bytes // 2})
+        yield str(path), {"bin": path, "tokens": most_bytes and most_bytes // 2}
         return
     builder, origin = BUILDERS.get(path.suffix, "text"), str(path)
     options = {"sample_by": "document"} if builder == "text" else {}
@@ -192,7 +180,7 @@ def _file_records(path: Path, most_bytes: int | None) -> Iterator[Source]:
                 if "\0" in record["text"]:
                     raise ValueError("it holds zero bytes; token files must be named .bin")
                 record["text"] = record["text"][:most_bytes]
-            yield Source(origin, record)
+            yield origin, record
     except ValueError as error:  # of datasets, pyarrow and UTF-8
         form = "text in UTF-8" if builder == "text" else f"records of one form, {FORMS}"
         raise UsageError(f"{origin}: cannot be read ({first_line(error)}); expected is {form}") from None
@@ -223,7 +211,7 @@ def _dataset_records(name: str, split: str, most_bytes: int | None) -> Iterator[
     rows = rows.select_columns(list(wanted))
     step = max(1, rows.data.nbytes // max(1, most_bytes)) if most_bytes else 1
     for number in range(0, len(rows), step):
-        yield Source(f"{name}:{number}", rows[number])
+        yield f"{name}:{number}", rows[number]
 
 
 def read_bin(path: Path) -> np.ndarray:
@@ -237,12 +225,12 @@ def read_bin(path: Path) -> np.ndarray:
     """
     header = np.fromfile(path, "<i4", 256)
     has_header = len(header) == 256 and header[0] in MAGICS and not header[8:].any()
-    offset = BIN_HEADER_BYTES if has_header else 0
+    offset = header.nbytes if has_header else 0
     size = path.stat().st_size - offset
-    if has_header and header[:3].tolist() != [BIN_MAGIC, BIN_VERSION, size / 2]:
+    if has_header and (given := header[:3].tolist()) != (expected := [BIN_MAGIC, BIN_VERSION, size / 2]):
         raise UsageError(
-            f"{path}: the header has magic number, version and tokens {header[:3].tolist()}; "
-            f"{[BIN_MAGIC, BIN_VERSION, size / 2]} are expected, write the file again with uint16 tokens"
+            f"{path}: the header has magic number, version and tokens {given}; {expected} are expected, write the "
+            "file again with uint16 tokens"
         )
     if size % 2 or not size:
         raise UsageError(f"{path}: {size} bytes of tokens; uint16 tokens are expected, write the file again")
@@ -253,7 +241,7 @@ def _encode(
     batch: list[Source], tokenizer: PreTrainedTokenizerBase | None, vocab_size: int | None
 ) -> Iterator[Encoded]:
     """Documents of some records; raises UsageError that names the record."""
-    texts = [one.record["text"] for one in batch if tokenizer is not None and _is_text(one.record)]
+    texts = [record["text"] for _, record in batch if tokenizer is not None and _is_text(record)]
     encoded = iter(tokenizer(texts, verbose=False)["input_ids"] if tokenizer is not None and texts else ())
     for origin, record in batch:
         try:

@@ -23,17 +23,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IMPLEMENTATIONS = {"torch": "sdpa", "xformers": "mtpc_xformers"}  # transformers' names (`attn_implementation`)
-NAMES = ("auto", *IMPLEMENTATIONS)
 
 
 def choose_attention(name: str, device: torch.device | str) -> str:
-    """Return the attention for a device: "torch" or "xformers".
+    """Return the attention for a device: "torch" or "xformers"; `auto` is xformers where it can run.
 
-    `auto` selects xformers where it is installed and has a kernel for the CUDA device, else
-    torch. Raises UsageError for an unknown name, and for xformers where it cannot run.
+    Raises:
+        UsageError: xformers cannot run.
     """
-    if name not in NAMES:
-        raise UsageError(f"attention {name!r} is not known; allowed: {', '.join(NAMES)}")
     obstacle = None if name == "torch" else _obstacle(torch.device(device))
     if name == "xformers" and obstacle:
         raise UsageError(f"attention 'xformers' cannot be used: {obstacle}")
@@ -150,7 +147,6 @@ def xformers_attention(
 def _packed(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float, mask: BlockDiagonalCausalMask
 ) -> Tensor:
-    """Attend within the blocks of `mask` over the flattened rows."""
     from xformers.ops import memory_efficient_attention
 
     batch, heads, length, _ = query.shape

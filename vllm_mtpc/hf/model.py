@@ -5,6 +5,7 @@ Training and evaluation use it; serving uses vLLM's model. Code in a model's rep
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -144,9 +145,8 @@ def load_target(
             f"target {name}: not a causal language model that transformers can load ({_reason(error)}); "
             "name the folder or hub repository of one"
         ) from None
-    kind, missing, lm_head = type(model).__name__, sorted(found["missing_keys"]), model.get_output_embeddings()
-    problem = None
-    if lm_head is None or model.base_model is model:
+    kind, missing, problem = type(model).__name__, sorted(found["missing_keys"]), None
+    if model.get_output_embeddings() is None or model.base_model is model:
         problem = f"{kind} has no lm_head"
     elif missing:  # transformers initialises missing weights at random
         problem = f"its files have no {missing[0]} ({len(missing)} tensors of {kind} are missing)"
@@ -156,17 +156,12 @@ def load_target(
             "all its weights"
         )
     model = model.to(device).eval().requires_grad_(False)
-    lm_head = first_head(model.get_output_embeddings(), config)
+    lm_head = model.get_output_embeddings()
+    if getattr(config, "num_pred_heads", 1) > 1:  # the first one predicts the next token
+        rows = lm_head.weight[: config.vocab_size]
+        lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
+        lm_head.weight = nn.Parameter(rows, requires_grad=False)
     return Target(name, model, tokenizer_if_any(name), model.base_model, lm_head, attention)
-
-
-def first_head(lm_head: nn.Module, config: Any) -> nn.Module:
-    """Return the next-token rows of an lm_head that predicts several tokens."""
-    if getattr(config, "num_pred_heads", 1) == 1:
-        return lm_head
-    first = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
-    first.weight = nn.Parameter(lm_head.weight[: config.vocab_size], requires_grad=False)
-    return first
 
 
 def target_config(name: str | Path) -> Any:
@@ -210,7 +205,6 @@ def tokenizer_if_any(name: str | Path) -> PreTrainedTokenizerBase | None:
 
 
 def _reason(error: Exception) -> str:
-    """Shorten an error of transformers."""
     if "trust_remote_code" in str(error):
         return "it needs Python code of its repository, which is never run here"
     return first_line(error)
@@ -220,16 +214,11 @@ def choose_device(name: str) -> torch.device:
     """Return the device of a name; `auto` is CUDA if available. Raises UsageError for an unavailable device."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
+    if not re.fullmatch(r"cpu|cuda(:\d{1,2})?", name):
         raise UsageError(f"--device {name}: allowed are auto, cpu, cuda and cuda:N; type --device auto")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        found = torch.cuda.device_count()
-        devices = "no CUDA device" if not found else f"CUDA devices 0 to {found - 1} alone"
-        raise UsageError(f"--device {name}: torch sees {devices}; type --device auto")
+    device, found = torch.device(name), torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= found:
+        raise UsageError(f"--device {name}: torch sees {found} CUDA device(s), counted from 0; type --device auto")
     return device
 
 
