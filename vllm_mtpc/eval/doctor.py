@@ -10,7 +10,6 @@ import importlib.util
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from vllm_mtpc.report import check_file, console, write_json
 
 if TYPE_CHECKING:
     from vllm_mtpc.engine.served import Served
-    from vllm_mtpc.eval.evaluator import Asked, Cause, Comparison
+    from vllm_mtpc.eval.evaluator import Asked, Cause, Comparison, Evaluator
 
 MAX_NUM_SEQS = 16
 CPU_CACHE_BYTES = 256 << 20
@@ -35,7 +34,6 @@ class Diagnosis:
 
     comparisons: list[Comparison]
     cause: Cause | None
-    notes: list[str]
 
     @property
     def verdict(self) -> str:
@@ -72,20 +70,12 @@ def run(args: argparse.Namespace) -> int:
     from vllm_mtpc.engine import provenance
 
     diagnosis = diagnose(args)
-    rows = [_row(comparison) for comparison in diagnosis.comparisons]
-    _print(rows, [*(f"note: {note}" for note in diagnosis.notes), diagnosis.verdict])
+    cause, rows = diagnosis.cause and diagnosis.cause.name, [_row(comparison) for comparison in diagnosis.comparisons]
+    _print(rows, diagnosis.verdict)
     if args.json:
-        report = {
-            **provenance.collect(),
-            "head": args.head,
-            "healthy": diagnosis.cause is None,
-            "cause": diagnosis.cause.name if diagnosis.cause else None,
-            "verdict": diagnosis.verdict,
-            "notes": diagnosis.notes,
-            "comparisons": rows,
-        }
-        write_json(args.json, report)
-    return 0 if diagnosis.cause is None else 1
+        found = {"head": args.head, "healthy": cause is None, "cause": cause, "verdict": diagnosis.verdict}
+        write_json(args.json, {**provenance.collect(), **found, "comparisons": rows})
+    return 0 if cause is None else 1
 
 
 def diagnose(args: argparse.Namespace) -> Diagnosis:
@@ -103,6 +93,7 @@ def diagnose(args: argparse.Namespace) -> Diagnosis:
     from vllm_mtpc.eval.evaluator import Asked, load, resolve, target_of
     from vllm_mtpc.eval.metrics import check_drafts
     from vllm_mtpc.families import FAMILIES
+    from vllm_mtpc.hf import choose_device
 
     folder, config = resolve(args.head)
     family = FAMILIES[config.speculators_model_type].evaluator
@@ -110,7 +101,11 @@ def diagnose(args: argparse.Namespace) -> Diagnosis:
     drafts = check_drafts(config.window, args.num_drafts, config.num_speculative_tokens)
     prompts, limit = _prompts(args, target, drafts)
     length = min(limit, max(map(len, prompts)) + args.max_tokens + 4 * (drafts + 1))
-    engine = _engine(args, target, length)
+    engine: dict[str, Any] = {"model": target, "dtype": args.dtype, "seed": args.seed}
+    engine |= {"max_num_seqs": MAX_NUM_SEQS, "max_model_len": length}
+    if choose_device(args.device).type == "cpu":
+        engine |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
+    engine |= args.engine
     engine["speculative_config"] = {
         "method": config.speculators_model_type,
         "model": str(folder),
@@ -122,33 +117,17 @@ def diagnose(args: argparse.Namespace) -> Diagnosis:
     temperature, top_k, top_p = family.default_sampling(config)
     seeds = [args.seed * len(prompts) + number for number in range(len(prompts))] if family.seeded else None
     asked = Asked(prompts, drafts, top_k, top_p, seeds, args.draft_pass)
-    temperatures = args.temperature or [0.0, temperature]
-    served = _serve(engine, asked, temperatures, args, family.refusal)
-    if served is None:
-        raise UsageError(family.unserved)
-    if args.record:
-        _record(args.record, asked.prompts, served)
+    served = _serve(args, engine, asked, args.temperature or [0.0, temperature], family)
+    if args.record:  # in the format of `vllm-mtpc regenerate`
+        pairs = [pair for one in served for pair in zip(asked.prompts, one.outputs, strict=True)]
+        lines = [json.dumps({"prompt_ids": list(prompt), "response_ids": answer}) for prompt, answer in pairs]
+        args.record.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     # vLLM has ended, so its memory is free for the target. The dtype is the served one: only drafting can differ.
     evaluator = load(args.head, args.target, served[0].dtype, args.device)
     comparisons = [evaluator.compare(asked, one) for one in served]
     has_fault = any(comparison.differs for comparison in comparisons)
     cause = (evaluator.find_cause if has_fault else evaluator.find_untrained_head)(comparisons, drafts)
-    notes = evaluator.notes(comparisons)
-    verifier = config.speculators_config.verifier.name_or_path
-    if args.target and args.target != verifier:
-        notes.append(f"the head names another verifier ({verifier}) than --target {args.target}.")
-    return Diagnosis(comparisons, cause, notes)
-
-
-def _engine(args: argparse.Namespace, target: str, length: int) -> dict[str, Any]:
-    """Return the arguments of vllm.LLM without speculative_config."""
-    from vllm_mtpc.hf import choose_device
-
-    engine = {"model": target, "dtype": args.dtype, "seed": args.seed}
-    engine |= {"max_num_seqs": MAX_NUM_SEQS, "max_model_len": length}
-    if choose_device(args.device).type == "cpu":
-        engine |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
-    return engine | args.engine
+    return Diagnosis(comparisons, cause)
 
 
 def _prompts(args: argparse.Namespace, target: str, drafts: int) -> tuple[list[list[int]], int]:
@@ -174,35 +153,24 @@ def _prompts(args: argparse.Namespace, target: str, drafts: int) -> tuple[list[l
 
 
 def _serve(
-    engine: dict[str, Any],
-    asked: Asked,
-    temperatures: list[float],
-    args: argparse.Namespace,
-    refusal: str | None,
-) -> list[Served] | None:
-    """Serve the prompts; None where ``refusal`` is in the engine's log. Raises UsageError for another failure."""
+    args: argparse.Namespace, engine: dict[str, Any], asked: Asked, temperatures: list[float], family: type[Evaluator]
+) -> list[Served]:
+    """Serve the prompts; raises UsageError, of one line where this machine does not serve the family."""
     from vllm_mtpc.engine.served import serve
 
     sampling = {"top_k": asked.top_k, "top_p": asked.top_p}
     with tempfile.TemporaryDirectory() as folder:
         log = args.log or Path(folder) / "vllm.log"
         try:
-            how = (engine, asked.prompts, temperatures, args.max_tokens, log)
-            return serve(*how, sampling=sampling, seeds=asked.seeds)
+            prompts, limit = asked.prompts, args.max_tokens
+            return serve(engine, prompts, temperatures, limit, log, sampling=sampling, seeds=asked.seeds)
         except EngineFailed as error:
-            if refusal and refusal in log.read_text(encoding="utf-8", errors="replace"):
-                return None
+            if family.refusal and family.refusal in log.read_text(encoding="utf-8", errors="replace"):
+                raise UsageError(family.unserved) from None
             print(error, file=sys.stderr)
             raise UsageError(
                 "vLLM did not serve the head: the end of its log is above; correct the cause named there"
             ) from None
-
-
-def _record(file: Path, prompts: Sequence[Sequence[int]], served: list[Served]) -> None:
-    """Write the responses, a line each, in the format of `vllm-mtpc regenerate`."""
-    pairs = [pair for one in served for pair in zip(prompts, one.outputs, strict=True)]
-    lines = [json.dumps({"prompt_ids": list(prompt), "response_ids": answer}) for prompt, answer in pairs]
-    file.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
 
 def _row(comparison: Comparison) -> dict[str, Any]:
@@ -218,13 +186,12 @@ def _row(comparison: Comparison) -> dict[str, Any]:
         "text": {
             "tokens": chain.tokens,
             "greedy_tokens_differing": chain.differing,
-            "greedy_ties": chain.ties,
             "sampled_surprise_in_standard_errors": chain.surprise,
         },
     }
 
 
-def _print(rows: list[dict[str, Any]], lines: list[str]) -> None:
+def _print(rows: list[dict[str, Any]], verdict: str) -> None:
     from rich.table import Table
 
     from vllm_mtpc.engine.counters import DEFINITIONS
@@ -241,5 +208,5 @@ def _print(rows: list[dict[str, Any]], lines: list[str]) -> None:
             positions = shown_shares(row[name]["per_position"])
             table.add_row(f"{row['temperature']:g}", name, shown, f"{row['steps'][name]:.0f}", positions)
     console().print(table)
-    for line in (DEFINITIONS, *lines):
+    for line in (DEFINITIONS, verdict):
         console().print(line, markup=False)

@@ -53,7 +53,6 @@ class Chain:
 
     tokens: int
     differing: int  # greedy: tokens that are neither its most likely one nor tied with it
-    ties: int
     surprise: float  # sampled: (-log p of the text - entropy) in standard errors; 0 on average for the target's text
 
     @property
@@ -165,10 +164,6 @@ class Evaluator(Protocol):
     def find_untrained_head(self, comparisons: Sequence[Any], num_drafts: int) -> Cause | None:
         """Return the cause where the head is served as predicted, but its drafts are no better than chance."""
 
-    def notes(self, comparisons: Sequence[Any]) -> list[str]:
-        """Return notes about the comparisons, a line each."""
-        return []
-
 
 def resolve(name: str) -> tuple[Path, AnyHeadConfig]:
     """Return folder and config of a head without loading it. Raises CheckpointError or HeadConfigError."""
@@ -223,22 +218,20 @@ def continue_served(
 def check_chain(target: Target, samples: Samples, sampling: Sampling) -> Chain:
     """Compare every token of the continuations with the target's distribution."""
     tie = TIE.get(target.dtype, max(TIE.values()))
-    count = differing = ties = 0
+    count = differing = 0
     excess = variance = 0.0
     for _, tokens, logits in samples.continuations(target):
         log_p = sampling.log_probs(logits)
         chosen = log_p.gather(-1, tokens[:, None])[:, 0]
         count += len(tokens)
         if sampling.greedy:
-            gap = log_p.amax(-1) - chosen
-            differing += int((gap > tie).sum())
-            ties += int(((gap > 0) & (gap <= tie)).sum())
+            differing += int((log_p.amax(-1) - chosen > tie).sum())
         else:
             p, nats = log_p.exp(), -log_p.clamp(min=-1e4)  # -log p(x)
             mean = (p * nats).sum(-1, keepdim=True)  # of x ~ p
             excess += (-chosen - mean[:, 0]).clamp(max=30.0).sum().item()  # a token of no probability is 30 nats
             variance += (p * (nats - mean) ** 2).sum().item()
-    return Chain(count, differing, ties, excess / math.sqrt(variance) if variance else 0.0)
+    return Chain(count, differing, excess / math.sqrt(variance) if variance else 0.0)
 
 
 def first_cause(comparisons: Iterable[Comparison], cause_of: Callable[[Any], Cause | None]) -> Cause | None:
@@ -248,21 +241,22 @@ def first_cause(comparisons: Iterable[Comparison], cause_of: Callable[[Any], Cau
 
 def _other_number_of_drafts(comparison: Comparison, num_drafts: int) -> Cause | None:
     acceptance = comparison.served.acceptance
-    given = acceptance.draft_tokens / acceptance.drafts if acceptance.drafts else 0
+    given = acceptance.draft_tokens / max(1, acceptance.drafts)
+    if round(given) == num_drafts:
+        return None
     wrong = f"vLLM checked {given:.1f} drafts per step where {num_drafts} were expected"
-    is_wrong = round(given) != num_drafts
-    return Cause("drafts", f"{wrong}: another num_speculative_tokens is served") if is_wrong else None
+    return Cause("drafts", f"{wrong}: another num_speculative_tokens is served")
 
 
 def _other_target(comparison: Comparison, target: Target) -> Cause | None:
     chain = comparison.chain
+    if not chain.other_target:
+        return None
     shown = f"the sampled text is {chain.surprise:+.1f} standard errors from its distribution"
     if comparison.sampling.greedy:
-        wrong = f"{chain.differing} of {chain.tokens} greedy tokens"
-        shown = f"{wrong} are not its most likely ones ({chain.ties} ties apart)"
+        shown = f"{chain.differing} of {chain.tokens} greedy tokens are not its most likely ones"
     sentence = f"the served text is not that of {target.name}: {shown}"
-    other = f"{sentence}; another target, revision, dtype or tokenizer is served"
-    return Cause("target", other) if chain.other_target else None
+    return Cause("target", f"{sentence}; another target, revision, dtype or tokenizer is served")
 
 
 def _lost_positions(comparison: Comparison) -> Cause | None:

@@ -150,17 +150,10 @@ class PtpEvaluator(Evaluator):
         u = torch.nn.functional.pad(numbers.cpu(), (1, 0), value=UNINFORMED)[:, : samples.tokens.shape[1]]
         windows = rule.collect(self.student, samples, sampling, asked.num_drafts, u=u)
         two_pass = asked.draft_pass != "merged"
+        predicted, chain = StepMetrics.of(*windows.steps(two_pass)), check_chain(self.target, samples, sampling)
+        wrong = self._not_picked(samples, sampling, u)
         return PtpComparison(
-            served,
-            sampling,
-            samples,
-            StepMetrics.of(*windows.steps(two_pass)),
-            noise=0.0,
-            chain=check_chain(self.target, samples, sampling),
-            u=u,
-            windows=windows,
-            two_pass=two_pass,
-            not_picked=self._not_picked(samples, sampling, u),
+            served, sampling, samples, predicted, 0.0, chain, u=u, windows=windows, two_pass=two_pass, not_picked=wrong
         )
 
     @torch.inference_mode()
@@ -205,14 +198,6 @@ class PtpEvaluator(Evaluator):
             "served as predicted, but drafts are as good with the u of other windows: the head does not read u; it is "
             f"untrained, or was trained for other weights than {self.target.name}",
         )
-
-    def notes(self, comparisons: Sequence[PtpComparison]) -> list[str]:
-        found = [(one.sampling.temperature, rule.summarise(one.windows)) for one in _sampled(comparisons)]
-        return [
-            f"T={temperature:g}: {figures.accuracy:.1%} of the drafts are right, "
-            f"{figures.shuffled_accuracy:.1%} with the u of other windows"
-            for temperature, figures in found
-        ]
 
     def _rivals(self, num_drafts: int) -> Iterator[tuple[Cause, Callable[[PtpComparison], StepMetrics]]]:
         """Yield wrong numbers on the rows, each with a function that predicts the counters under it."""

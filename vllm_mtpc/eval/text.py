@@ -170,41 +170,27 @@ def generate(
     ``stops``: tokens that end a text (None: those of the target; empty: none). ``progress`` receives the number of
     texts of each finished batch. A generator with a fixed seed (on the target's device) gives the same text.
     """
-    stops, pieces = stop_ids(target) if stops is None else stops, []
+    is_stop = torch.tensor(sorted(stop_ids(target) if stops is None else stops), device=target.device)
+    pieces = []
     for start in range(0, len(prompts), batch):
-        part = prompts[start : start + batch]
-        pieces.append(_continued(target, part, new_tokens, sampling, generator, overhang, stops))
+        part, session = prompts[start : start + batch], Session(target)
+        states, columns = [session.start(part)], list[Tensor]()  # [B, P, D]
+        made = torch.full((len(part),), new_tokens, device=target.device)  # tokens up to the end of each text
+        for count in range(1, new_tokens + overhang + 1):
+            columns.append(sampling.pick(sampling.log_probs(session.logits(states[-1][:, -1])), generator))
+            made = torch.where(torch.isin(columns[-1], is_stop), made.clamp(max=count), made)
+            if count >= int(made.max()) + overhang:
+                break
+            states.append(session.read(columns[-1][:, None]))
+        prompt_lengths = torch.tensor([len(prompt) for prompt in part])
+        lengths, drawn = prompt_lengths + made.cpu(), torch.stack(columns, 1).cpu()
+        tokens = pad_sequence([torch.cat([one.cpu(), row]) for one, row in zip(part, drawn, strict=True)], True, -1)
+        padded, hidden = (prompt_lengths.max() - prompt_lengths).tolist(), torch.cat(states, 1).cpu()
+        hidden = pad_sequence([row[before:] for row, before in zip(hidden, padded, strict=True)], True)
+        known = torch.arange(tokens.shape[1]) < (lengths + overhang)[:, None]
+        pieces.append(Samples(tokens.where(known, -1), hidden, prompt_lengths, lengths))
         progress(len(part))
     return join(pieces, target)
-
-
-def _continued(
-    target: Target,
-    prompts: Sequence[Tensor],
-    new_tokens: int,
-    sampling: Sampling,
-    generator: torch.Generator | None,
-    overhang: int,
-    stops: set[int],
-) -> Samples:
-    session = Session(target)
-    states, columns = [session.start(prompts)], list[Tensor]()  # [B, P, D]
-    made = torch.full((len(prompts),), new_tokens, device=target.device)  # tokens up to the end of each text
-    is_stop = torch.tensor(sorted(stops), device=target.device)
-    for count in range(1, new_tokens + overhang + 1):
-        columns.append(sampling.pick(sampling.log_probs(session.logits(states[-1][:, -1])), generator))
-        made = torch.where(torch.isin(columns[-1], is_stop), made.clamp(max=count), made)
-        if count >= int(made.max()) + overhang:
-            break
-        states.append(session.read(columns[-1][:, None]))
-    prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
-    lengths = prompt_lengths + made.cpu()
-    texts = [torch.cat([prompt.cpu(), row]) for prompt, row in zip(prompts, torch.stack(columns, 1).cpu(), strict=True)]
-    tokens, hidden = pad_sequence(texts, True, -1), torch.cat(states, 1).cpu()
-    padded = (prompt_lengths.max() - prompt_lengths).tolist()
-    hidden = pad_sequence([row[before:] for row, before in zip(hidden, padded, strict=True)], True)
-    known = torch.arange(tokens.shape[1]) < (lengths + overhang)[:, None]
-    return Samples(tokens.where(known, -1), hidden, prompt_lengths, lengths)
 
 
 def join(pieces: Sequence[Samples], target: Target | None = None) -> Samples:
