@@ -21,14 +21,14 @@ class Bigram(NamedTuple):
 
     def bias(self, k: int, previous: Tensor) -> Tensor:
         """Return the term [B, V] float32 of previous [B] int64 for position 2 + k."""
-        return _full(self.source[previous]) @ _full(self.target[k])
+        return full(self.source[previous]) @ full(self.target[k])
 
     def biases(self, tokens: Tensor) -> Tensor:
         """Return the terms [B, m, V] float32 after tokens [B, m] int64 of a window; after -1 they are arbitrary."""
-        sources = _full(self.source[tokens.clamp(min=0)])  # [B, m, R]
-        return (sources.transpose(0, 1) @ _full(self.target[: tokens.shape[1]])).transpose(0, 1)
+        sources = full(self.source[tokens.clamp(min=0)])  # [B, m, R]
+        return (sources.transpose(0, 1) @ full(self.target[: tokens.shape[1]])).transpose(0, 1)
 
 
-def _full(x: Tensor) -> Tensor:
-    """Half precisions as float32; float64 stays."""
+def full(x: Tensor) -> Tensor:
+    """Return half precisions as float32; float64 stays."""
     return x if x.dtype == torch.float64 else x.float()

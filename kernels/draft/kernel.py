@@ -16,8 +16,7 @@ import triton
 from torch import Tensor
 
 from vllm_mtpc.kernels.bigram import Bigram
-from vllm_mtpc.kernels.draft import TILE, is_small, launches, rows
-from vllm_mtpc.kernels.draft.bigram import token_bias
+from vllm_mtpc.kernels.draft import TILE, is_small, launches
 from vllm_mtpc.kernels.filter import MAX_COMPONENTS
 from vllm_mtpc.kernels.filter.kernel import encode
 from vllm_mtpc.kernels.filter.program import Program
@@ -187,7 +186,7 @@ class Drafter:
         if batch.source is not None and batch.target is not None:
             rank, strides = batch.source.shape[1], batch.target.stride()[:2]
         chunk = min(triton.next_power_of_2(rank), max(1, TILE // 2 // self.tile["BLOCK"])) if rank else 0
-        rows.draft_rows[(num_reqs,)](
+        launches.draft_rows[(num_reqs,)](
             **batch.leaf, first_ptr=batch.first, source_ptr=batch.source,
             target_ptr=batch.target, target_k_stride=strides[0], target_stride=strides[1],
             **batch.circuit, **batch.requests, **batch.outputs, **batch.cache,
@@ -276,7 +275,7 @@ class Drafter:
         assert batch.first is not None and batch.source is not None and batch.target is not None
         before = batch.first if k == 0 else batch.outputs["token_ptr"][:, k - 1]
         (num_reqs, width), rank = bias.shape, batch.source.shape[1]
-        token_bias[(triton.cdiv(num_reqs, BIAS_ROWS), triton.cdiv(width, BIAS_BLOCK))](
+        launches.token_bias[(triton.cdiv(num_reqs, BIAS_ROWS), triton.cdiv(width, BIAS_BLOCK))](
             before_ptr=before, before_stride=before.stride(0), source_ptr=batch.source, target_ptr=batch.target,
             target_k_stride=batch.target.stride(0), target_stride=batch.target.stride(1),
             bias_ptr=bias, width=width, k=k, batch=num_reqs, vocab_size=vocab_size, RANK=rank,

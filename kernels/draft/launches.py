@@ -1,4 +1,4 @@
-"""The kernels of the path in blocks, and the functions of both paths (README.md).
+"""The kernels of both paths (README.md), that of one launch last, and their functions.
 
 Vectors [R] and the stack are those of `filter.kernel`; a tile is [R, BLOCK], components by tokens. Strides of a leaf
 are in units of UNIT (`kernel.Drafter`).
@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from vllm_mtpc.kernels.filter import kernel as machine
+from vllm_mtpc.kernels.leaf.kernel import WIDEN
 
 RECORD: tl.constexpr = tl.constexpr(5)  # numbers of a record, in addition to one per component
 
@@ -134,6 +135,49 @@ def best(record_ptr, count, row, num_rows, R: tl.constexpr, COUNT: tl.constexpr)
     first = tl.sum(old * tl.load(at + 3, mask=mask, other=0.0).to(tl.float32), axis=0)
     second = tl.sum(old * old * tl.load(at + 4, mask=mask, other=0.0).to(tl.float32), axis=0)
     return record_ptr + (winner.to(tl.int64) * num_rows + row) * (RECORD + R), top, first, second
+
+
+@triton.jit
+def block_bias(source_ptr, target_ptr, target_stride, token, is_token, RANK: tl.constexpr, CHUNK: tl.constexpr):
+    """Bias W1[before] W2_k [BLOCK] of a bigram (`kernels/bigram.py`), products in float32; 0 without is_token.
+
+    source_ptr: the row of W1 [RANK] of the token before; target_ptr: W2_k [RANK, V], read CHUNK rows at a time.
+    """
+    bias = tl.zeros_like(token).to(tl.float32)
+    for low in range(0, RANK, CHUNK):
+        j = low + tl.arange(0, CHUNK)
+        given = tl.load(source_ptr + j, mask=j < RANK, other=0.0).to(tl.float32)
+        inside = (j[:, None] < RANK) & is_token[None, :]
+        taken = tl.load(target_ptr + j[:, None].to(tl.int64) * target_stride + token[None, :], mask=inside, other=0.0)
+        bias += tl.sum(given[:, None] * taken.to(tl.float32), axis=0)
+    return bias
+
+
+@triton.jit(do_not_specialize=["before_stride", "k", "batch"], do_not_specialize_on_alignment=["before_ptr"])
+def token_bias(
+    before_ptr, before_stride, source_ptr, target_ptr, target_k_stride, target_stride,
+    bias_ptr, width, k, batch, vocab_size,
+    RANK: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Bias [B, width] float32 of draft k, ROWS requests and BLOCK tokens at a time: W2_k is read once for ROWS of them.
+
+    0 in columns beyond vocab_size.
+    """
+    row, token = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_row, row = row < batch, row.to(tl.int64)
+    before = tl.load(before_ptr + row * before_stride, mask=is_row, other=0).to(tl.int64)
+    target_ptr += k.to(tl.int64) * target_k_stride
+    bias = tl.zeros([ROWS, BLOCK], tl.float32)
+    for low in range(0, RANK, CHUNK):
+        j = low + tl.arange(0, CHUNK)
+        mask = is_row[:, None] & (j[None, :] < RANK)
+        given = tl.load(source_ptr + before[:, None] * RANK + j[None, :], mask=mask, other=0.0)
+        mask = (j[:, None] < RANK) & (token[None, :] < vocab_size)
+        taken = tl.load(target_ptr + j[:, None].to(tl.int64) * target_stride + token[None, :], mask=mask, other=0.0)
+        if WIDEN:
+            given, taken = given.to(tl.float32), taken.to(tl.float32)
+        bias = tl.dot(given, taken, bias, input_precision="ieee")
+    tl.store(bias_ptr + row[:, None] * width + token[None, :], bias, mask=is_row[:, None] & (token[None, :] < width))
 
 
 @triton.jit(do_not_specialize=["leaf_stride", "k_stride", "z_stride", "num_drafts", "draft"])
@@ -284,3 +328,101 @@ def spread(
     at = ((rank * tl.num_programs(2) + row) * num_drafts + k) * width + token % rows
     log_q = tl.load(log_q_ptr + at, mask=mask, other=0.0)
     tl.store(cache_ptr + slot * cache_stride + k.to(tl.int64) * cache_k_stride + token, log_q, mask=mask)
+
+
+@triton.jit
+def load_conditioned(
+    leaf_ptr, z_stride, source_ptr, target_ptr, target_stride, token, vocab_size, r,
+    R: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """A tile, with the bias of the token before; RANK 0: none."""
+    tile = load_tile(leaf_ptr, z_stride, token, vocab_size, r, R)
+    if RANK > 0:
+        bias = block_bias(source_ptr, target_ptr, target_stride, token, token < vocab_size, RANK, CHUNK)
+        tile += bias[None, :]
+    return tile
+
+
+@triton.jit(
+    do_not_specialize=["leaf_stride", "k_stride", "z_stride", "num_drafts", "num_inner"],
+    do_not_specialize_on_alignment=["slot_ptr", "pos_ptr", "token_ptr", "confidence_ptr", "first_ptr"],
+)
+def draft_rows(
+    leaf_ptr, leaf_stride, k_stride, z_stride,
+    first_ptr, source_ptr, target_ptr, target_k_stride, target_stride,
+    evidence_ptr, root_ptr, inner_ptr, program_ptr,
+    slot_ptr, temperature_ptr, seed_ptr, pos_ptr,
+    token_ptr, token_stride, confidence_ptr, confidence_stride,
+    cache_ptr, cache_stride, cache_k_stride,
+    num_drafts, num_inner, r, vocab_size,
+    NOISED_ARGMAX: tl.constexpr, DRAW: tl.constexpr, USE_FP64: tl.constexpr,
+    R: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    UNIT: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """All drafts of one request; a leaf of one block is read once and stays in registers.
+
+    RANK: of the bias of the token before; 0: none, and its pointers are None.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    slot, temperature, scale, seed, pos = request(slot_ptr, temperature_ptr, seed_ptr, pos_ptr, row, DRAW)
+    inner_ptr += row * num_inner * r * r
+    weights, stack = start(evidence_ptr, root_ptr, inner_ptr, program_ptr, row, r, R, DEPTH)
+    leaf_ptr += row * leaf_stride * UNIT
+    z_stride *= UNIT
+    in_block = tl.arange(0, BLOCK)
+    if RANK > 0:
+        before = tl.load(first_ptr + row).to(tl.int64)
+    for k in range(num_drafts):
+        leaf = leaf_ptr + k * k_stride * UNIT
+        source, target = source_ptr, target_ptr
+        if RANK > 0:
+            source += before * RANK
+            target += target_k_stride.to(tl.int64) * k
+        top = tl.full([R], float("-inf"), tl.float32)
+        total = tl.full([R], 0.0, tl.float32)
+        if BLOCKS == 1:
+            tile = load_conditioned(
+                leaf, z_stride, source, target, target_stride, in_block, vocab_size, r, R, RANK, CHUNK
+            )
+            top, total = add_block(tile, top, total)
+        else:
+            for block in range(BLOCKS):
+                token = block * BLOCK + in_block
+                logits = load_conditioned(
+                    leaf, z_stride, source, target, target_stride, token, vocab_size, r, R, RANK, CHUNK
+                )
+                top, total = add_block(logits, top, total)
+        norm = machine.finite(top) + tl.log(total)
+
+        largest = tl.full([], float("-inf"), tl.float64 if USE_FP64 else tl.float32)
+        chosen = tl.full([], 0, tl.int64)
+        q_top = tl.full([], float("-inf"), tl.float32)
+        first = tl.full([], 0.0, tl.float32)
+        second = tl.full([], 0.0, tl.float32)
+        for block in range(BLOCKS):
+            token = block * BLOCK + in_block
+            if BLOCKS > 1:
+                tile = load_conditioned(
+                    leaf, z_stride, source, target, target_stride, token, vocab_size, r, R, RANK, CHUNK
+                )
+            log_q = mixture(tile, weights, norm)
+            mask = token < vocab_size
+            if cache_ptr is not None:
+                log_q = rounded(log_q, cache_ptr)
+                cached = cache_ptr + slot * cache_stride + k * cache_k_stride
+                tl.store(cached + token, log_q, mask=mask & (slot >= 0))
+            q_top, first, second = add_moments(log_q, scale, q_top, first, second)
+            value, index = NOISED_ARGMAX(
+                log_q, token, mask, seed, pos + k, temperature, IS_DRAFTING=False, USE_FP64=USE_FP64
+            )
+            is_better = value > largest
+            largest = tl.where(is_better, value, largest)
+            chosen = tl.where(is_better, (block * BLOCK + index).to(tl.int64), chosen)
+
+        tl.store(token_ptr + row * token_stride + k, chosen)
+        tl.store(confidence_ptr + row * confidence_stride + k, confidence(first, second, temperature, DRAW))
+        if k + 1 < num_drafts:
+            message = evidence(leaf, z_stride, chosen, norm, r, R)
+            if RANK > 0:
+                before = chosen
+            weights, stack = machine.advance(program_ptr, k + 2, weights, stack, message, inner_ptr, r, R, DEPTH)

@@ -50,7 +50,8 @@ def draft(
     for k in range(leaf_logits.shape[1]):
         leaf = leaf_logits[:, k].float()  # [B, r, V]
         if bigram is not None:
-            leaf = leaf + _bias(bigram, k, columns[-1] if k else first, shard)[:, None]
+            bias = bigram.bias(k, columns[-1] if k else first)
+            leaf = leaf + (bias if shard is None else shard.columns(bias))[:, None]
         if shard is None:
             leaf = leaf.log_softmax(dim=-1)
         else:
@@ -59,22 +60,10 @@ def draft(
         log_q = torch.logsumexp(weights.unsqueeze(-1) + leaf, dim=1).to(dtype)
         columns.append(pick((log_q if shard is None else shard.whole(log_q)).float(), k))
         if k + 1 < leaf_logits.shape[1]:
-            evidence = _picked(leaf, columns[-1], shard)
+            token = columns[-1].view(-1, 1, 1).expand(-1, leaf.shape[1], 1)
+            evidence = leaf.gather(2, token)[..., 0] if shard is None else shard.at(leaf, columns[-1])
             weights, stack = advance(program[k + 2], weights, stack, evidence, inner)
     return torch.stack(columns, dim=1)
-
-
-def _bias(bigram: Bigram, k: int, previous: Tensor, shard: Shard | None) -> Tensor:
-    """Bias [B, V] or [B, rows] of draft k after the tokens previous [B]."""
-    bias = bigram.bias(k, previous)
-    return bias if shard is None else shard.columns(bias)
-
-
-def _picked(leaf: Tensor, token: Tensor, shard: Shard | None) -> Tensor:
-    """Return log p(token | z) [B, r] of one draft."""
-    if shard is not None:
-        return shard.at(leaf, token)
-    return leaf.gather(2, token.view(-1, 1, 1).expand(-1, leaf.shape[1], 1))[..., 0]
 
 
 def _norms(leaf_logits: Tensor, shard: Shard) -> Tensor:

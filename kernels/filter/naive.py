@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from vllm_mtpc.kernels.bigram import full
 from vllm_mtpc.kernels.filter.program import Instruction, Op, Program
 
 
@@ -47,16 +48,11 @@ def filter_weights(program: Program, evidence: Tensor, root_logits: Tensor, inne
     log q(x_k | x_<k) = logsumexp_z(log pi[k, z] + evidence[k, z]). Half precisions are read as float32. Arguments as in
     `kernels.filter.filter_weights`, 1 <= m <= n; evidence of 0 marginalises a token.
     """
-    inner = _full(inner_logits).log_softmax(dim=-1)
-    weights, stack = _full(root_logits).log_softmax(dim=-1), ()
+    inner = full(inner_logits).log_softmax(dim=-1)
+    weights, stack = full(root_logits).log_softmax(dim=-1), ()
     columns = []
     for k in range(evidence.shape[1]):
-        message = _full(evidence[:, k - 1]) if k else weights  # the first list reads none
+        message = full(evidence[:, k - 1]) if k else weights  # the first list reads none
         weights, stack = advance(program[k], weights, stack, message, inner)
         columns.append(weights)
     return torch.stack(columns, dim=1)
-
-
-def _full(x: Tensor) -> Tensor:
-    """Half precisions as float32; float64 stays."""
-    return x if x.dtype == torch.float64 else x.float()

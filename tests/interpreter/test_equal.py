@@ -59,7 +59,7 @@ VLLMS = {
         "spec_decode.rejection_sampler_utils._resample_kernel",
         "structured_outputs._apply_grammar_bitmask_kernel",
     )
-} | {"vllm_mtpc.kernels.draft.rows.draft_rows", "vllm_mtpc.proposers.v2.gather._last_rows"}
+} | {"vllm_mtpc.kernels.draft.launches.draft_rows", "vllm_mtpc.proposers.v2.gather._last_rows"}
 
 FALLS_BACK = {"tests.support.odd_kernels.sorts"}
 
