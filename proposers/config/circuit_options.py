@@ -156,11 +156,6 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
         return [self.target_model_config.hf_text_config.num_hidden_layers - count] if count else list(ours)
 
     @property
-    def lookahead(self) -> int:
-        """KV slots after a request's text that the queries of a backbone write to."""
-        return self.head.window if self.has_backbone else 0
-
-    @property
     def has_backbone(self) -> bool:
         return getattr(self.head, "head", None) == "backbone"
 
@@ -171,7 +166,6 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
         return "layered.LayeredSpeculator" if self.aux_layers else "speculator.MtpcSpeculator"
 
     def describe_drafts(self, is_v2: bool) -> str:
-        """Return one line for the log: the number of drafts by batch size."""
         drafts, ranges = self.num_speculative_tokens, self.num_speculative_tokens_per_batch_size
         if not is_v2 and self.min_acceptance is None:
             return f"0 to {drafts} drafts per step, as measured costs and acceptance decide"

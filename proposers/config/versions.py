@@ -25,7 +25,6 @@ def vllm_version() -> str:
 
 
 def vllm_minor() -> tuple[int, int]:
-    """Return (major, minor) of the installed vLLM."""
     major, minor = [*Version(vllm_version()).release, 0][:2]
     return major, minor
 

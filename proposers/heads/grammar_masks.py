@@ -116,7 +116,6 @@ class Grammars:
         self.starter = ThreadPoolExecutor(1)  # starts the manager, whose own threads compile
 
     def start(self, name: str, params: SamplingParams | None) -> None:
-        """Compile the grammar of a new request in a thread, if it has one."""
         self.followers.pop(name, None)
         if (request := StructuredOutputRequest.from_sampling_params(params)) is not None:
             self.followers[name] = Follower(None, compiling=request if self.is_masking else None)

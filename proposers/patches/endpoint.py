@@ -68,6 +68,5 @@ class HeadEndpoint:
 
 
 def refused(message: str, code: int = 400) -> JSONResponse:
-    """Return an error in the format of vLLM's own."""
     body = {"message": printable(message, 1000), "type": "BadRequestError", "code": code}
     return JSONResponse({"error": body}, status_code=code)

@@ -57,8 +57,6 @@ def format_counts(counts: Counter[str], most: int, seconds: float) -> str:
 
 
 def prometheus_class(original: Any) -> type:
-    """Return vLLM's SpecDecodingProm with our counters."""
-
     class SpecDecodingProm(original):
         def __init__(self, spec: Any, names: list[str], labels: dict[int, list[Any]], **more: Any) -> None:
             super().__init__(spec, names, labels, **more)

@@ -47,7 +47,6 @@ class Patch:
         return f"{self.module}:{self.attribute}"
 
     def replace(self, original: Any) -> Any:
-        """Return the new value of the attribute."""
         function = self.function
         if self.needs is None:
             return function(original)
@@ -100,11 +99,7 @@ def refuse_moved(moved: list[str] | None = None) -> None:
 
 @functools.cache
 def derived(ours: type[Head], theirs: type) -> type[Head]:
-    """Return `theirs` with the methods of `ours` in front, which call vLLM's by super().
-
-    Raises:
-        ServeConfigError: a method of `theirs` lacks a parameter that the method of `ours` passes on.
-    """
+    """Return `theirs` with the methods of `ours` in front; ServeConfigError: it lacks a parameter that they pass on."""
     moved = []
     for name, method in vars(ours).items():
         if not inspect.isfunction(method) or not any(hasattr(base, name) for base in ours.__bases__):

@@ -85,7 +85,6 @@ class HeadScheduler(Scheduler):
                 request.spec_token_ids = [*request.spec_token_ids, -1]  # the runner has the token, and rejects it
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """Add the number of steps and the pruned drafts to the statistics for the front end."""
         pruned, is_idle = getattr(model_runner_output, PRUNED, None), getattr(model_runner_output, IDLE, False)
         if self.use_v2_model_runner and not is_idle and model_runner_output.req_ids:  # V1 plans drafts in the worker
             without = self.num_spec_tokens - scheduler_output.num_spec_tokens_to_schedule
@@ -108,7 +107,6 @@ class HeadScheduler(Scheduler):
         return outputs
 
     def _count_unasked(self, scheduler_output: Any, pruned: dict[str, int]) -> dict[str, int]:
-        """Count drafts that requests did not ask for as pruned by request, not by the schedule."""
         most, made = self.num_spec_tokens, scheduler_output.num_spec_tokens_to_schedule
         names = scheduler_output.num_scheduled_tokens
         asked = [self.drafts_asked[name] for name in names if name in self.drafts_asked]

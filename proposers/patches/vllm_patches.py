@@ -108,7 +108,9 @@ def num_lookahead_tokens(original: property) -> property:
 
     def slots(config: Any) -> int:
         spec = config.speculative_config
-        return spec.lookahead if getattr(spec, "method", None) in METHODS else original.__get__(config)
+        if getattr(spec, "method", None) not in METHODS:
+            return original.__get__(config)
+        return spec.head.window if spec.has_backbone else 0
 
     return property(slots, doc=original.__doc__)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -32,8 +30,14 @@ class HeadWorker(Worker):
         else:
             from vllm_mtpc.proposers.v1.model_runner_v1 import HeadModelRunner
 
-            with _custom_class(self.vllm_config.speculative_config):
+            spec = self.vllm_config.speculative_config
+            own, proposer = (spec.method, spec.model), "BundledProposer" if spec.is_bundled else "MtpcProposer"
+            # past the validation of assignments: "custom_class" is none of our methods
+            vars(spec).update(method="custom_class", model=f"vllm_mtpc.proposers.v1.proposer.{proposer}")
+            try:
                 super().init_device()
+            finally:
+                vars(spec).update(method=own[0], model=own[1])
         runner = self.model_runner
         runner.__class__ = derived(HeadModelRunner, runner.__class__)
         runner.begin()
@@ -61,16 +65,3 @@ class HeadWorker(Worker):
             return self.swap_head(path)
         except MtpcError as error:
             return {"error": str(error)}
-
-
-@contextmanager
-def _custom_class(spec: Any) -> Iterator[None]:
-    """While V1's runner starts, name our proposer by vLLM's method `custom_class`."""
-    original = {"method": spec.method, "model": spec.model}
-    proposer = "BundledProposer" if spec.is_bundled else "MtpcProposer"
-    try:
-        # past the validation of assignments: "custom_class" is none of our methods
-        vars(spec).update(method="custom_class", model=f"vllm_mtpc.proposers.v1.proposer.{proposer}")
-        yield
-    finally:
-        vars(spec).update(original)

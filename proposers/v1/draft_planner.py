@@ -151,12 +151,10 @@ class LinearCost:
 
     @property
     def is_known(self) -> bool:
-        """Whether anything was observed; equal on all ranks."""
         plain, drafted = self.counts
         return plain > 0 or drafted > 1
 
     def scale(self, default: float = 1.0) -> float:
-        """Return measured seconds / those of the prior; `default` without observations."""
         return self._fit / self._square if self._square > 0 else default
 
     def learn(self, default_scale: float = 1.0) -> None:

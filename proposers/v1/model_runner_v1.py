@@ -41,7 +41,6 @@ def couple_seeded_requests(generators: dict[int, Generator], num_drafts: list[in
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Return tokens [B, K + 1] int32, -1 after the last."""
         tokens = original(drafts, num_drafts, width, ends, draft_probs, target_logits, bonus, *args, **kwargs)
         for row, generator in generators.items():
             span = slice(int(ends[row]) - num_drafts[row], int(ends[row]))
@@ -78,7 +77,6 @@ class HeadModelRunner(GPUModelRunner):
 
     @property
     def couples(self) -> bool:
-        """Whether requests with a seed are verified by coupling."""
         spec, sampler = self.speculative_config, self.sampler.topk_topp_sampler
         is_plain = sampler.forward == sampler.forward_cpu and not sampler.use_fp64_gumbel
         return is_plain and spec.verify != "rejection" and spec.rejection_sample_method == "standard"

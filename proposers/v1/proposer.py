@@ -192,7 +192,6 @@ class MtpcProposer:
         hidden: torch.Tensor,  # [B, D]
         num_drafts: int,
     ) -> tuple[list[list[int]], dict[int, int]]:
-        """Return drafts [B, K], and by row the number of drafts at which a grammar ends."""
         batch, names = len(sampled_token_ids), runner.input_batch.req_ids
         first = torch.tensor([tokens[-1] if tokens else 0 for tokens in sampled_token_ids], device=hidden.device)
         masks = self.grammars.masks(runner.requests, names, sampled_token_ids)

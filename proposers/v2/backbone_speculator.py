@@ -95,7 +95,6 @@ class ServedBackbone(nn.Module):
                 attn.impl.do_kv_cache_update(attn, keys.view(shape), values.view(shape), attn.kv_cache, slots[index])
 
     def forward(self, positions: Tensor, queries: Tensor) -> Tensor:
-        """Return the states [T, D] of queries [T, D]."""
         states, residual = queries, None
         for layer in self.layers:
             states, residual = layer(positions, states, residual)
@@ -177,7 +176,6 @@ class BackboneSpeculator(MtpcSpeculator):
         return run
 
     def _max_graph_rows(self, num_reqs: int) -> int:
-        """Return the rows whose context a graph writes."""
         return min(num_reqs * (1 + self.num_speculative_steps), self.max_num_tokens)
 
     @torch.inference_mode()
@@ -265,7 +263,6 @@ class BackboneSpeculator(MtpcSpeculator):
         super()._generate_draft(num_reqs, num_drafts)
 
     def _run_model(self, num_reqs: int) -> Tensor:
-        """Return the states [R, n, D] of the queries."""
         num_rows, slots = num_reqs * self.num_queries, {}
         queries = self.model.queries(self.first_tokens[:num_reqs]).flatten(0, 1)
         if self.metadata is not None:

@@ -58,7 +58,6 @@ class DraftGraphs(CudaGraphManager):
         super().capture(create_forward_fn, "Capturing drafts of the head")
 
     def find(self, num_reqs: int, num_drafts: int) -> BatchExecutionDescriptor | None:
-        """Return the descriptor of the graph that holds a batch, or None."""
         desc = self.dispatch(num_reqs, num_reqs, uniform_token_count=1, num_active_loras=0)
         desc = SpeculatorBatchDescriptor(**vars(desc), num_speculative_tokens=num_drafts)
         return desc if desc in self.graphs else None

@@ -52,11 +52,7 @@ class DraftLayers(nn.Module):
 
 
 def load_draft_layers(target: nn.Module, vllm_config: VllmConfig, device: torch.device) -> DraftLayers:
-    """Load the draft layers of a head on vLLM's target.
-
-    Raises:
-        CheckpointError: an adapter has no layer in the target, or adapts other layers than the last ones.
-    """
+    """Load the draft layers of a head on vLLM's target; CheckpointError: they are not of its last layers."""
     spec = vllm_config.speculative_config
     info = load_adapters(Path(spec.model_folder), spec.head, vllm_config.model_config.dtype, device)
     lora = dict(info.tensors)

@@ -100,11 +100,7 @@ def adapt_linear(
 
 
 def prepare_adapters(tree: nn.Module, lora: dict[str, Tensor], scale: float, target: nn.Module) -> Callable[[], None]:
-    """Return the function that copies new adapters over those of `tree`, whose base layers are `target`'s.
-
-    Raises:
-        CheckpointError: they do not fit; nothing is changed.
-    """
+    """Return the function that copies new adapters over those of `tree`; CheckpointError: they do not fit."""
     left, packed = dict(lora), getattr(target, "packed_modules_mapping", {})
     layers = {layer.name: layer for layer in tree.modules() if isinstance(layer, GatedLinear)}
     pairs = [(layer, adapt_linear(name, layer.base, left, packed, scale, layer.gate)) for name, layer in layers.items()]
@@ -137,7 +133,6 @@ def check_no_adapter_left(left: dict[str, Tensor], target: nn.Module) -> None:
 
 
 def _output_shards(base: LinearBase, num_parts: int) -> list[slice]:
-    """Return the outputs of each part (rows of B) that this rank computes."""
     if not isinstance(base, ColumnParallelLinear):
         return [slice(None)] * num_parts
     if isinstance(base, QKVParallelLinear):

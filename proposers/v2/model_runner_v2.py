@@ -52,7 +52,6 @@ class IdleSpeculator(BaseSpeculator):
 
 
 def build_or_idle(build: Callable[[], BaseSpeculator], vllm_config: VllmConfig, device: torch.device) -> BaseSpeculator:
-    """Return the speculator of a bundled head, or an idle one if it cannot be built."""
     try:
         return ranks.attempt(build, vllm_config.speculative_config.model_folder)
     except ranks.GivenUp:
@@ -87,7 +86,6 @@ def guard(runner: Any) -> None:
 
 
 def unguard(runner: Any) -> None:
-    """End `guard`: errors are raised from now on."""
     if not isinstance(runner.speculator, IdleSpeculator):
         for name in GUARDED:
             delattr(runner.speculator, name)

@@ -135,7 +135,6 @@ class MtpcSpeculator(DraftModelSpeculator):
             self.graphs.capture_drafts(self._prepare_capture)
 
     def _prepare_capture(self, num_reqs: int, num_drafts: int) -> Callable[[], None]:
-        """Fill the buffers with padding requests; return the call that a graph captures."""
         self.idx_mapping.fill_(-1)
         return partial(self._generate_draft, num_reqs, num_drafts)
 

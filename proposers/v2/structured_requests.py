@@ -47,7 +47,6 @@ class StructuredRequests:
                 self.requests[new.req_id] = Structured(new.sampling_params, new.prompt_len, output)
 
     def rows(self, input_batch: InputBatch) -> list[int]:
-        """Return the rows of structured requests in a batch."""
         return [row for row, name in enumerate(input_batch.req_ids) if name in self.requests] if self.requests else []
 
     def masks(self, req_ids: list[str], slots: Tensor, num_sampled: Tensor) -> Masks:

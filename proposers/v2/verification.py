@@ -94,7 +94,6 @@ class CoupledStates(SamplingStates):
 
     @classmethod
     def extend(cls, states: SamplingStates, verify: Verify) -> CoupledStates:
-        """Add the state to vLLM's object and return it."""
         states.__class__, states.verify = cls, verify
         states.stream = UvaBackedTensor(states.max_num_reqs, dtype=torch.int64)
         states.stream.np.fill(DRAFTING)
@@ -135,7 +134,6 @@ class Verifier(RejectionSampler):
             )
 
     def is_coupled(self, slots: np.ndarray) -> np.ndarray:
-        """Return which of the requests in slots [R] are coupled."""
         return self.sampler.sampling_states.stream.np[slots] == 0
 
     def sample_tokens(self, processed_logits: Tensor, slots: Tensor, pos: Tensor) -> Tensor:

@@ -44,7 +44,6 @@ class Bucket(NamedTuple):
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """Numbers d of accepted drafts whose groups have rows."""
         return tuple(d for d, size in enumerate(self.sizes) if size)
 
     @property
@@ -81,7 +80,6 @@ class Plan(NamedTuple):
         return -(-(block_size - 1 + self.max_group_rows) // block_size)
 
     def num_blocks(self, block_size: int) -> int:
-        """Return the KV blocks reserved for auxiliary rows."""
         return self.max_groups * self.blocks_per_group(block_size)
 
 

@@ -149,7 +149,6 @@ class MergedSpeculator(PtpSpeculator):
         return hidden
 
     def _generate_draft(self, input_batch: InputBatch, num_sampled: Tensor, drafts: Tensor) -> None:
-        """Fill drafts [R, K], which are zeros, from the group that follows the accepted drafts."""
         output, self.merged_output = self.merged_output, None
         if output is None:
             return

@@ -295,7 +295,6 @@ class PtpSpeculator(DraftModelSpeculator):
         )
 
     def _run_model(self, num_rows: int) -> Tensor:
-        """Return the student's states [num_rows, D]; without metadata the KV cache is not used."""
         slots = self.row_slots[None, :num_rows]  # one KV cache group
         context = set_forward_context(
             self.metadata,
@@ -310,7 +309,6 @@ class PtpSpeculator(DraftModelSpeculator):
             return self.model(input_ids=None, positions=positions, inputs_embeds=embeds)
 
     def _profile_memory(self) -> None:
-        """Allocate the memory of the largest pass besides buffers, while vLLM measures memory."""
         self.metadata, self.writes.source, self.gate.rows = None, None, self.row_index[: self.plan.max_rows]
         hidden = self._run_model(len(self.embeds))
         drafted = max((bucket.max_batch for bucket in self.plan.buckets), default=0) * self.num_speculative_steps
@@ -319,7 +317,6 @@ class PtpSpeculator(DraftModelSpeculator):
             draft_tokens(self.head, logits, torch.zeros(drafted, device=self.device))
 
     def _compute_u(self, keys: Tensor, slots: Tensor) -> Tensor:
-        """Return u [R, A] of the tokens that follow positions keys [R, A] of the requests in slots [R]."""
         states, requests = self.sampler.sampling_states, slots[:, None].expand_as(keys).flatten()
         return u_of(states.seeds.gpu, states.temperature.gpu, requests, keys.flatten()).view_as(keys)
 
