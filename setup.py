@@ -127,7 +127,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["vllm_mtpc", "vllm_mtpc.*"]),  # follows the links
     package_data={
-        "vllm_mtpc": ["py.typed", "play/page.html", "train/card.jinja"],
+        "vllm_mtpc": ["py.typed", "play/page.html", "train/card.jinja", "hf/bytes/evabyte.jinja"],
         "vllm_mtpc.demo": ["assets/**"],
         "vllm_mtpc.kernels": ["**/*.md"],
     },

@@ -6,7 +6,8 @@ Training and evaluation use it; serving uses vLLM's model. Code in a model's rep
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,6 @@ from vllm_mtpc.hf.bytes import register
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-UNREADABLE = (OSError, ValueError, KeyError)  # transformers raises all of these on bad input
 NO_REMOTE_CODE = {"trust_remote_code": False}  # unset, transformers asks on the terminal
 EVABYTE = "evabyte"  # attention and tokenizer are implemented here
 CACHED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}  # their last tokens can be cropped
@@ -49,11 +49,6 @@ class Target:
     @property
     def vocab_size(self) -> int:
         return self.lm_head.weight.shape[0]
-
-    @property
-    def unembedding(self) -> Tensor:
-        """The weight [heads * V, D] of the lm_head with all prediction heads; most models have one."""
-        return self.model.get_output_embeddings().weight
 
     @property
     def hidden_size(self) -> int:
@@ -136,15 +131,10 @@ def load_target(
     if capped or config.model_type == EVABYTE:  # implements EVA attention
         attention = "torch"
     implementation = "eager" if capped else IMPLEMENTATIONS[attention]
-    try:
+    with _reading(name, "not a causal language model that transformers can load", "one"):
         model, found = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, attn_implementation=implementation, output_loading_info=True, **NO_REMOTE_CODE
         )
-    except (*UNREADABLE, RuntimeError) as error:
-        raise UsageError(
-            f"target {name}: not a causal language model that transformers can load ({_reason(error)}); "
-            "name the folder or hub repository of one"
-        ) from None
     kind, missing, problem = type(model).__name__, sorted(found["missing_keys"]), None
     if model.get_output_embeddings() is None or model.base_model is model:
         problem = f"{kind} has no lm_head"
@@ -169,13 +159,8 @@ def target_config(name: str | Path) -> Any:
     from transformers import AutoConfig
 
     register()
-    try:
+    with _reading(name, "no config that transformers can read", "a causal language model"):
         return AutoConfig.from_pretrained(name, **NO_REMOTE_CODE)
-    except UNREADABLE as error:
-        raise UsageError(
-            f"target {name}: no config that transformers can read ({_reason(error)}); "
-            "name the folder or hub repository of a causal language model"
-        ) from None
 
 
 def target_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
@@ -184,16 +169,11 @@ def target_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
 
     from vllm_mtpc.hf.bytes.tokenizer import DEFAULT_EOS, build_tokenizer
 
-    try:
+    with _reading(name, "no tokenizer that transformers can load", "a target with a tokenizer that transformers has"):
         values, _ = PretrainedConfig.get_config_dict(str(name))
         if values.get("model_type") == EVABYTE:
             return build_tokenizer(values.get("eos_token_id", DEFAULT_EOS))
         return AutoTokenizer.from_pretrained(name, **NO_REMOTE_CODE)
-    except UNREADABLE as error:
-        raise UsageError(
-            f"target {name}: no tokenizer that transformers can load ({_reason(error)}); "
-            "correct the name, or name a target with a tokenizer that transformers has"
-        ) from None
 
 
 def tokenizer_if_any(name: str | Path) -> PreTrainedTokenizerBase | None:
@@ -204,10 +184,16 @@ def tokenizer_if_any(name: str | Path) -> PreTrainedTokenizerBase | None:
         return None
 
 
-def _reason(error: Exception) -> str:
-    if "trust_remote_code" in str(error):
-        return "it needs Python code of its repository, which is never run here"
-    return first_line(error)
+@contextmanager
+def _reading(name: str | Path, problem: str, expected: str) -> Iterator[None]:
+    """Turn the errors of transformers for a target that it cannot read into one UsageError."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError) as error:  # all of them on bad input
+        needs_code = "trust_remote_code" in str(error)
+        reason = "it needs Python code of its repository, which is never run here" if needs_code else first_line(error)
+        advice = f"name the folder or hub repository of {expected}"
+        raise UsageError(f"target {name}: {problem} ({reason}); {advice}") from None
 
 
 def choose_device(name: str) -> torch.device:

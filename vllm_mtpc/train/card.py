@@ -47,8 +47,7 @@ def provenance(
         head: Facts of the head.
         verifier: The target's name in the head.
         results: {"t1": ..., "t0": ...} as `vllm-mtpc eval` measures them; empty if nothing was measured.
-        run: `steps` (0: untrained) and, of a trained head, `minutes`, `tokens`, `documents`, `data_sha256`,
-            `tokens_per_second`, `peak_memory_bytes`, `processes`; `command` if another process started this one.
+        run: `steps` (0: untrained), facts of a trained head, and `command` if another process started this one.
     """
     run = dict(run)
     words = shlex.split(run.pop("command")) if "command" in run else command_line()

@@ -49,7 +49,8 @@ class CircuitTrainer(Trainer):
         if options.init_from:
             init_from_head(self.head, load_head(resolve_head(options.init_from))[1], options.seed)
         else:
-            init_from_lm_head(self.head, target.unembedding.float().cpu(), options.seed)
+            weight = target.model.get_output_embeddings().weight  # [heads * V, D], most models have one
+            init_from_lm_head(self.head, weight.float().cpu(), options.seed)
             if isinstance(self.head, BackboneHead):
                 self.partial_start = init_backbone(self.head.backbone, target)
         bind(self.head, target)

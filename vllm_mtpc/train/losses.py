@@ -59,12 +59,8 @@ def window_loss(
         counts: [n], windows of the whole step with a token at k.
     """
     kept = tokens >= 0
-    if log_p is None:
-        log_q = None
-        chosen = circuit.conditional_log_probs(params, tokens)  # [B, n]
-    else:
-        log_q = conditionals(circuit, params, tokens)  # [B, n, V]
-        chosen = _at(log_q, tokens)
+    log_q = None if log_p is None else conditionals(circuit, params, tokens)  # [B, n, V]
+    chosen = circuit.conditional_log_probs(params, tokens) if log_q is None else _at(log_q, tokens)  # [B, n]
     of_positions = position_weights(options, tokens.shape[1])
     means = 1 / counts.clamp(min=1).to(chosen)  # [n]
     weights = of_positions.to(chosen) * means

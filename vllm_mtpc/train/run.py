@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from signal import SIGINT, Signals
@@ -103,14 +104,10 @@ def make_accelerator(options: TrainOptions) -> Accelerator:
     device = choose_device(options.device)
     if options.device.startswith("cuda:"):
         torch.cuda.set_device(device)
-    plugin = None
-    if options.parallel == "fsdp":
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
-    return Accelerator(
-        cpu=options.device.startswith("cpu"),
-        mixed_precision="no",  # losses.py casts the head's products: the circuit stays in float32
-        fsdp_plugin=plugin,
-    )
+    is_fsdp = options.parallel == "fsdp"
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap") if is_fsdp else None
+    # losses.py casts the head's products: the circuit stays in float32
+    return Accelerator(cpu=options.device.startswith("cpu"), mixed_precision="no", fsdp_plugin=plugin)
 
 
 def read_target(options: TrainOptions, device: torch.device) -> Target:
@@ -140,13 +137,10 @@ def read_data(
         log(f"data: about {most / 1e6:,.0f} of {size / 1e6:,.0f} MB are read, which {options.max_steps:,} "
             "steps need")  # fmt: skip
 
-    def load(data: list[str], most_bytes: int | None) -> Documents:
-        more: dict[str, Any] = {"split": options.split, "most_bytes": most_bytes, "vocab_size": target.vocab_size}
-        return load_documents(data, target.tokenizer, **more)
-
-    documents = load(options.data, most)
+    load = partial(load_documents, tokenizer=target.tokenizer, split=options.split, vocab_size=target.vocab_size)
+    documents = load(options.data, most_bytes=most)
     if options.validation_data:
-        held_out = load(options.validation_data, MIN_BYTES)
+        held_out = load(options.validation_data, most_bytes=MIN_BYTES)
     else:
         documents, held_out = split_validation(documents, options.seed)
     assert options.seq_len is not None  # `settled`

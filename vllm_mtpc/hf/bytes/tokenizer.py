@@ -8,6 +8,7 @@ A text starts with <bos>; no token is added at its end. Invalid UTF-8 decodes to
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -21,25 +22,7 @@ SPECIAL_TOKENS = (
 )
 DEFAULT_EOS = 2
 
-# Starts with a system turn, which may be empty.
-CHAT_TEMPLATE = """
-{{- bos_token }}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system, turns = messages[0]['content'], messages[1:] %}
-{%- else %}
-    {%- set system, turns = '', messages %}
-{%- endif %}
-{{- '<|start_header_id|>system<|end_header_id|>\n\n' + system + '<|eot_id|>' }}
-{%- for message in turns %}
-    {%- if message['role'] not in ('user', 'assistant') %}
-        {{- raise_exception('roles after the first turn must be user or assistant') }}
-    {%- endif %}
-    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] + '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
-{%- endif %}
-"""
+CHAT_TEMPLATE = Path(__file__).with_name("evabyte.jinja")
 
 
 def build_tokenizer(eos_token_id: int = DEFAULT_EOS, **options: Any) -> PreTrainedTokenizerFast:
@@ -63,5 +46,5 @@ def build_tokenizer(eos_token_id: int = DEFAULT_EOS, **options: Any) -> PreTrain
         clean_up_tokenization_spaces=False,
         **options,
     )
-    fast.chat_template = CHAT_TEMPLATE
+    fast.chat_template = CHAT_TEMPLATE.read_text(encoding="utf-8")
     return fast
