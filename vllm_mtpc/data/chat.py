@@ -35,10 +35,11 @@ def encode_chat(messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokeniz
         raise UsageError('messages must be a list of {"role": ..., "content": ...} of one message or more')
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     messages = messages[: turns[-1] + 1] if turns else messages
-    whole, single, agrees = _render(messages, tokenizer), [], True
+    whole, single, agrees = chat_prompt(messages, tokenizer, prompt=False), [], True
     trained = [False] * len(whole)
     for turn in turns:
-        prompt, tokens = chat_prompt(messages[:turn], tokenizer), _render(messages[: turn + 1], tokenizer)
+        prompt = chat_prompt(messages[:turn], tokenizer)
+        tokens = chat_prompt(messages[: turn + 1], tokenizer, prompt=False)
         begin = len(prompt)
         if tokens[:begin] != prompt or len(tokens) == begin:
             raise UsageError(
@@ -57,21 +58,17 @@ def is_chat(messages: object) -> bool:
     return isinstance(messages, list) and all(isinstance(turn, dict) and "role" in turn for turn in messages)
 
 
-def chat_prompt(messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, origin: str = "") -> list[int]:
-    """Return the token ids of a conversation with the generation prompt, as serving sends them.
+def chat_prompt(
+    messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, origin: str = "", prompt: bool = True
+) -> list[int]:
+    """Return the token ids of a conversation, with the generation prompt if `prompt`, as serving sends them.
 
     Raises:
         UsageError: The template refuses the messages; the message starts with `origin`.
     """
-    return _render(messages, tokenizer, origin, add_generation_prompt=True)
-
-
-def _render(
-    messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, origin: str = "", **options: bool
-) -> list[int]:
+    how: dict[str, Any] = {"tokenize": True, "return_dict": True, "add_generation_prompt": prompt}
     try:
-        rendered: Any = tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=True, **options)
-        return list(rendered["input_ids"])
+        return list(tokenizer.apply_chat_template(list(messages), **how)["input_ids"])
     except Exception as error:  # templates are programs that raise any exception
         raise UsageError(
             f"{origin}the chat template refuses the messages: {first_line(error)}; correct them, or give text or "

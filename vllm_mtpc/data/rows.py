@@ -53,14 +53,11 @@ def pack(documents: Documents, seq_len: int, window: int, seed: int) -> tuple[Ro
     row_of, at, count = _place(length, seq_len, np.random.default_rng(seed))
     tokens, trained = np.zeros((count, seq_len), np.int32), np.zeros((count, seq_len), bool)
     number = np.full((count, seq_len), -1, np.int32)
-    placed = [0] * count  # documents in each row so far
-    order = np.lexsort((at, row_of))
-    for row, first, begin, size in np.stack([row_of, at, start, length], 1)[order].tolist():
+    for row, first, begin, size in np.stack([row_of, at, start, length], 1)[np.lexsort((at, row_of))].tolist():
         source, target = slice(begin, begin + size), slice(first, first + size)
         tokens[row, target] = documents.tokens[source]
         trained[row, target] = documents.trained[source]
-        number[row, target] = placed[row]
-        placed[row] += 1
+        number[row, target] = number[row, first - 1] + 1 if first else 0
     rows = Rows(torch.from_numpy(tokens), torch.from_numpy(number), torch.from_numpy(trained))
     whole, packed = len(np.unique(document)), int(length.sum())
     padding = 1 - packed / (count * seq_len)
@@ -81,14 +78,13 @@ def split_validation(documents: Documents, seed: int) -> tuple[Documents, Docume
         chosen = np.zeros(count, bool)
         chosen[np.random.default_rng(seed).permutation(count)[:held]] = True
         return documents.select(~chosen), documents.select(chosen)
-    tokens, trained = documents[0] if count else (np.empty(0), np.empty(0))
+    tokens, trained = documents.tokens, documents.trained
     if len(tokens) < 4:
         raise UsageError(
             f"{len(tokens)} token(s) in {count} document(s) cannot be split for validation; give two documents or more"
         )
     size = min(len(tokens) - 2, max(2, round(len(tokens) * (1 - HELD_OUT))))
-    first, rest = (Documents.join([(tokens[part], trained[part])]) for part in (slice(size), slice(size, None)))
-    return first, rest
+    return Documents.join([(tokens[:size], trained[:size])]), Documents.join([(tokens[size:], trained[size:])])
 
 
 def eligible(rows: Rows) -> Tensor:

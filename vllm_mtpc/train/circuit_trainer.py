@@ -122,7 +122,6 @@ class CircuitTrainer(Trainer):
 
     @property
     def aux_layers(self) -> Sequence[int]:
-        """Layers of the target that a backbone reads."""
         return self.head.aux_layers if isinstance(self.head, BackboneHead) else ()
 
     def state_size(self) -> int:

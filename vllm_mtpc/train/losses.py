@@ -77,7 +77,6 @@ def window_loss(
 
 
 def _kl(log_q: Tensor, log_p: Tensor, tokens: Tensor, options: LossOptions) -> Tensor:
-    """Return KL_k, [B, n], in nats."""
     if options.kl_form == "binary":
         log_q, log_p = _against_rest(_at(log_q, tokens)), _against_rest(_at(log_p, tokens))  # [B, n, 2]
     first, second = (log_p, log_q) if options.kl == "forward" else (log_q, log_p)
@@ -91,8 +90,8 @@ def _at(log_probs: Tensor, tokens: Tensor) -> Tensor:
 
 def _against_rest(log_prob: Tensor) -> Tensor:
     """Return log (p, 1 - p), [..., 2]; 1 - p >= epsilon of the dtype."""
-    p = log_prob.exp()
-    return torch.stack([log_prob, (1 - p).clamp(min=torch.finfo(p.dtype).eps).log()], -1)
+    rest = (1 - log_prob.exp()).clamp(min=torch.finfo(log_prob.dtype).eps)
+    return torch.stack([log_prob, rest.log()], -1)
 
 
 def chunk_size(options: TrainOptions, head: Head) -> int:
