@@ -56,5 +56,5 @@ def test_logits_are_those_of_the_authors_code(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", THEIRS, *map(str, words)], check=True)
     target = load_target(tmp_path, torch.float32)
     for text, theirs in zip(texts, torch.load(tmp_path / "logits.pt"), strict=True):
-        ours = target.hidden(text[None])[0] @ target.unembedding.T  # [L, 8 V]
+        ours = target.hidden(text[None])[0] @ target.model.get_output_embeddings().weight.T  # [L, 8 V]
         torch.testing.assert_close(ours, theirs.reshape(ours.shape), rtol=1e-3, atol=1e-3)

@@ -77,12 +77,12 @@ def test_answers_alone_are_learnt(place: Path) -> None:
 def test_evabyte_starts_at_its_own_eight_heads(place: Path) -> None:
     """Position i of a new head is block i of lm_head; those beyond the blocks are the last."""
     target = load_target(place / "target", torch.float32)
-    if target.unembedding is target.lm_head.weight:
+    if target.model.get_output_embeddings().weight is target.lm_head.weight:
         pytest.skip("this target has one prediction head, and nothing to begin the others with")
     more = changed(circuit="ff", components=1, window=10, max_steps=1, learning_rate=1e-9, evaluation_sequences=0)
     head, blocks = (
         load_head(train(place, "eight", **more))[1],
-        target.unembedding.view(-1, target.vocab_size, target.hidden_size),
+        target.model.get_output_embeddings().weight.view(-1, target.vocab_size, target.hidden_size),
     )
     hidden = target.hidden(torch.arange(64, 104)[None])[0]
     leaf = head(hidden).leaf[:, :, 0]  # [B, n, V]
