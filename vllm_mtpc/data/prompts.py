@@ -86,7 +86,6 @@ def _prompts(origin: str, record: dict[str, Any], tokenizer: Any, count: int, le
 
 
 def _render_chat(origin: str, messages: list[dict[str, Any]], tokenizer: Any) -> list[int]:
-    """Render a conversation up to the assistant's turn; without a chat template, return its last text."""
     while messages and messages[-1].get("role") == "assistant":
         messages = messages[:-1]
     if not messages or not isinstance(messages[-1].get("content"), str):

@@ -136,7 +136,6 @@ def _place(lengths: np.ndarray, seq_len: int, generator: np.random.Generator) ->
 
 
 def _warn_short(rows: Rows, window: int) -> str | None:
-    """Return a warning if no window of the rows is whole."""
     flat = np.concatenate([[False], eligible(rows).numpy().ravel()])  # no window starts at the end of a row
     edges = np.flatnonzero(flat[1:] != flat[:-1])  # first and last position of each run of targets
     longest = int((edges[1::2] - edges[::2]).max())

@@ -55,7 +55,6 @@ class Documents:
         return len(self.offsets) - 1
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return views of (tokens, trained) of one document, index >= 0."""
         part = slice(self.offsets[index], self.offsets[index + 1])
         return self.tokens[part], self.trained[part]
 

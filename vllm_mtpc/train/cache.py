@@ -199,7 +199,6 @@ def _row_bytes(source: Computed) -> int:
 
 
 def _index(source: Computed, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of `index.json`; `given` is that of the folder."""
     num_rows, seq_len = source.rows.tokens.shape
     per_shard = given.get("rows_per_shard")
     if not isinstance(per_shard, int) or per_shard < 1:

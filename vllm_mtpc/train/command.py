@@ -94,11 +94,8 @@ def with_responses(options: TrainOptions) -> TrainOptions:
     greedy = round(options.regenerate * options.regenerate_greedy_share)
     sampled: dict[str, Any] = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
     ways = {"sampled": (options.regenerate - greedy, sampled), "greedy": (greedy, {"temperature": 0.0})}
-    shared = {name: getattr(options, name) for name in ("target", "data", "seed", "split")} | {
-        "max_tokens": RESPONSE_TOKENS,
-        "crops": CROPS,
-        "dtype": options.target_dtype,
-    }
+    shared = {name: getattr(options, name) for name in ("target", "data", "seed", "split")}
+    shared |= {"max_tokens": RESPONSE_TOKENS, "crops": CROPS, "dtype": options.target_dtype}
     files = [
         regenerate(RegenerateOptions(**shared, **how, out=options.out / "data" / f"{name}.jsonl", limit=count))
         for name, (count, how) in ways.items()

@@ -84,7 +84,6 @@ def _kl(log_q: Tensor, log_p: Tensor, tokens: Tensor, options: LossOptions) -> T
 
 
 def _at(log_probs: Tensor, tokens: Tensor) -> Tensor:
-    """Return log_probs[B, n, V] of tokens[B, n], [B, n]."""
     return log_probs.gather(-1, tokens.clamp(min=0).unsqueeze(-1))[..., 0]
 
 

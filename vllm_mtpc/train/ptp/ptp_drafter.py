@@ -292,5 +292,4 @@ def default_chunk(student: Student, batch: Windows) -> int:
 
 
 def _leading(right: Tensor) -> Tensor:
-    """Return [B, n] bool, true up to the first false."""
     return right.long().cumprod(1).bool()
