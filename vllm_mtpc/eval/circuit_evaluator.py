@@ -16,16 +16,7 @@ from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.engine.served import Served
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.acceptance import Contexts, Metrics, collect, summarise
-from vllm_mtpc.eval.evaluator import (
-    Asked,
-    Cause,
-    Comparison,
-    Evaluator,
-    check_chain,
-    continue_served,
-    first_cause,
-    nearest,
-)
+from vllm_mtpc.eval.evaluator import Asked, Cause, Comparison, Evaluator, first_cause, nearest
 from vllm_mtpc.eval.metrics import exact_counts, shown_shares, shown_tokens, step_starts
 from vllm_mtpc.eval.text import Samples, Sampling, with_backbone, with_draft_layers
 from vllm_mtpc.heads.adapters import DraftLayers
@@ -33,6 +24,7 @@ from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.base import Head
 from vllm_mtpc.hf import Target, bind
 
+Rival = tuple[Cause, Callable[[Comparison], Metrics]]
 NEAR_CHANCE = 0.15  # fraction of the distance from chance to the prediction
 
 
@@ -92,10 +84,9 @@ class MtpcEvaluator(Evaluator):
 
     def compare(self, asked: Asked, served: Served) -> Comparison:
         sampling = self.sampling(served.temperature, asked.top_p, asked.top_k)
-        samples = self._read(continue_served(self.target, asked, served, lambda *_: sampling))
+        samples = self._read(self.continue_served(asked, served, lambda *_: sampling))
         contexts = collect(self.head, self.target, samples, sampling, asked.num_drafts)
-        chain = check_chain(self.target, samples, sampling)
-        predicted = summarise(contexts, overlap=False)
+        chain, predicted = self.check_chain(samples, sampling), summarise(contexts, overlap=False)
         return Comparison(served, sampling, samples, predicted, noise_given_text(contexts), chain)
 
     def _read(self, samples: Samples) -> Samples:
@@ -140,18 +131,17 @@ class MtpcEvaluator(Evaluator):
             f"(its verifier: {self.config.speculators_config.verifier.name_or_path})",
         )
 
-    def _rivals(self, num_drafts: int) -> Iterator[tuple[Cause, Callable[[Comparison], Metrics]]]:
+    def _rivals(self, num_drafts: int) -> Iterator[Rival]:
         """Yield faults of drafting, each with a function that predicts the counters under it."""
 
-        def rival(
-            name: str, sentence: str, head: Head, change: Callable[[Samples], Samples] = lambda same: same
-        ) -> tuple[Cause, Callable[[Comparison], Metrics]]:
+        def rival(name: str, sentence: str, head: Head, change: Callable[[Samples], Samples]) -> Rival:
             cause = Cause(name, f"the served counters are those of the head {sentence}")
             return cause, lambda one: self._predict(one, head, change(one.samples), num_drafts)
 
         for name in ("bfloat16", "float16"):
             rounded = self.attach(self.folder, self.target, getattr(torch, name)).head
-            yield rival("precision", f"in {name}: precision costs this head its drafts; serve it in float32", rounded)
+            sentence = f"in {name}: precision costs this head its drafts; serve it in float32"
+            yield rival("precision", sentence, rounded, lambda samples: samples)
         for shift, side in ((1, "before"), (-1, "after")):
             sentence = f"with the hidden state of the position {side} the right one"
             moved = lambda samples, by=shift: replace(samples, draft=samples.read.roll(by, 1))  # noqa: E731

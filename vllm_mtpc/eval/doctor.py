@@ -40,9 +40,7 @@ class Diagnosis:
         from vllm_mtpc.eval.evaluator import TOLERANCE
 
         if self.cause is not None:
-            worst = max(self.comparisons, key=lambda one: abs(one.difference))
-            apart = f"T={worst.sampling.temperature:g}: {worst.difference:+.1%} tokens/step. " if worst.differs else ""
-            return f"not healthy ({self.cause.name}): {apart}{self.cause.sentence}."
+            return f"not healthy ({self.cause.name}): {self.cause.sentence}."
         if any(abs(one.difference) > TOLERANCE for one in self.comparisons):
             return "healthy within noise: more --prompts make the comparison sharper."
         return f"healthy: vLLM accepts the expected number of drafts, within {TOLERANCE:.0%}."

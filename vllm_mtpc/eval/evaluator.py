@@ -145,6 +145,38 @@ class Evaluator(Protocol):
     def compare(self, asked: Asked, served: Served) -> Comparison:
         """Compute the counters that are expected along the served text."""
 
+    def continue_served(self, asked: Asked, served: Served, sampling_of: Callable[[int, list[int]], Any]) -> Samples:
+        """Return the served texts as samples of the target.
+
+        vLLM counts the drafts of a text's last step also past its end, where their tokens are dropped: the target
+        continues the text for that step, with the sampling ``sampling_of`` (number of the first text, lengths).
+        """
+        texts = [torch.tensor([*prompt, *answer]) for prompt, answer in zip(asked.prompts, served.outputs, strict=True)]
+        generator, pieces = torch.Generator(self.target.device).manual_seed(0), []
+        for start in range(0, len(texts), BATCH):
+            part = texts[start : start + BATCH]
+            sampling = sampling_of(start, [len(row) for row in part])
+            pieces.append(generate(self.target, part, 0, sampling, generator, overhang=asked.num_drafts, stops=set()))
+        return replace(join(pieces), prompt_lengths=torch.tensor([len(prompt) for prompt in asked.prompts]))
+
+    @torch.inference_mode()
+    def check_chain(self, samples: Samples, sampling: Sampling) -> Chain:
+        """Compare every token of the continuations with the target's distribution."""
+        tie, count, differing = TIE.get(self.target.dtype, max(TIE.values())), 0, 0
+        excess = variance = 0.0
+        for _, tokens, logits in samples.continuations(self.target):
+            log_p = sampling.log_probs(logits)
+            chosen = log_p.gather(-1, tokens[:, None])[:, 0]
+            count += len(tokens)
+            if sampling.greedy:
+                differing += int((log_p.amax(-1) - chosen > tie).sum())
+                continue
+            p, nats = log_p.exp(), -log_p.clamp(min=-1e4)  # -log p(x)
+            mean = (p * nats).sum(-1, keepdim=True)  # of x ~ p
+            excess += (-chosen - mean[:, 0]).clamp(max=30.0).sum().item()  # a token of no probability is 30 nats
+            variance += (p * (nats - mean) ** 2).sum().item()
+        return Chain(count, differing, excess / math.sqrt(variance) if variance else 0.0)
+
     def find_cause(self, comparisons: Sequence[Any], num_drafts: int) -> Cause:
         """Return the most likely cause where one of the comparisons differs."""
         return (
@@ -195,43 +227,6 @@ def attach(folder: Path, target: Target) -> Evaluator:
                 f"trained for ({config.speculators_config.verifier.name_or_path})"
             )
     return FAMILIES[config.speculators_model_type].evaluator.attach(folder, target)
-
-
-def continue_served(
-    target: Target, asked: Asked, served: Served, sampling_of: Callable[[int, list[int]], Any]
-) -> Samples:
-    """Return the served texts as samples of the target.
-
-    vLLM counts the drafts of a text's last step also past its end, where their tokens are dropped: the target continues
-    the text for that step, with the sampling that ``sampling_of`` returns for (number of the first text, lengths).
-    """
-    texts = [torch.tensor([*prompt, *answer]) for prompt, answer in zip(asked.prompts, served.outputs, strict=True)]
-    generator, pieces = torch.Generator(target.device).manual_seed(0), []
-    for start in range(0, len(texts), BATCH):
-        part = texts[start : start + BATCH]
-        sampling = sampling_of(start, [len(row) for row in part])
-        pieces.append(generate(target, part, 0, sampling, generator, overhang=asked.num_drafts, stops=set()))
-    return replace(join(pieces), prompt_lengths=torch.tensor([len(prompt) for prompt in asked.prompts]))
-
-
-@torch.inference_mode()
-def check_chain(target: Target, samples: Samples, sampling: Sampling) -> Chain:
-    """Compare every token of the continuations with the target's distribution."""
-    tie = TIE.get(target.dtype, max(TIE.values()))
-    count = differing = 0
-    excess = variance = 0.0
-    for _, tokens, logits in samples.continuations(target):
-        log_p = sampling.log_probs(logits)
-        chosen = log_p.gather(-1, tokens[:, None])[:, 0]
-        count += len(tokens)
-        if sampling.greedy:
-            differing += int((log_p.amax(-1) - chosen > tie).sum())
-        else:
-            p, nats = log_p.exp(), -log_p.clamp(min=-1e4)  # -log p(x)
-            mean = (p * nats).sum(-1, keepdim=True)  # of x ~ p
-            excess += (-chosen - mean[:, 0]).clamp(max=30.0).sum().item()  # a token of no probability is 30 nats
-            variance += (p * (nats - mean) ** 2).sum().item()
-    return Chain(count, differing, excess / math.sqrt(variance) if variance else 0.0)
 
 
 def first_cause(comparisons: Iterable[Comparison], cause_of: Callable[[Any], Cause | None]) -> Cause | None:

@@ -21,16 +21,7 @@ from vllm_mtpc.checkpoint.ptp_head import load_student
 from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.engine.served import Served
 from vllm_mtpc.eval import ptp_acceptance as rule
-from vllm_mtpc.eval.evaluator import (
-    Asked,
-    Cause,
-    Comparison,
-    Evaluator,
-    check_chain,
-    continue_served,
-    first_cause,
-    nearest,
-)
+from vllm_mtpc.eval.evaluator import Asked, Cause, Comparison, Evaluator, nearest
 from vllm_mtpc.eval.metrics import StepMetrics, shown_shares, shown_tokens
 from vllm_mtpc.eval.ptp_acceptance import PtpMetrics, Windows
 from vllm_mtpc.eval.text import Samples, Sampling
@@ -139,18 +130,17 @@ class PtpEvaluator(Evaluator):
         sampling = self.sampling(served.temperature, asked.top_p, asked.top_k)
         pairs = zip(asked.prompts, served.outputs, strict=True)
         longest = max(len(prompt) + len(answer) for prompt, answer in pairs) + asked.num_drafts
-        assert asked.seeds is not None  # `seeded`
-        # of the tokens after the first one of each text
+        assert asked.seeds is not None  # `seeded`; numbers are of the tokens after the first one of each text
         numbers = rule.request_u(sampling, asked.seeds, 1, longest, self.target.device)
 
         def coupled(first: int, lengths: list[int]) -> _Coupled:
             return _Coupled(sampling, numbers[first : first + len(lengths)], torch.tensor(lengths) - 1)
 
-        samples = continue_served(self.target, asked, served, coupled)
+        samples = self.continue_served(asked, served, coupled)
         u = torch.nn.functional.pad(numbers.cpu(), (1, 0), value=UNINFORMED)[:, : samples.tokens.shape[1]]
         windows = rule.collect(self.student, samples, sampling, asked.num_drafts, u=u)
         two_pass = asked.draft_pass != "merged"
-        predicted, chain = StepMetrics.of(*windows.steps(two_pass)), check_chain(self.target, samples, sampling)
+        predicted, chain = StepMetrics.of(*windows.steps(two_pass)), self.check_chain(samples, sampling)
         wrong = self._not_picked(samples, sampling, u)
         return PtpComparison(
             served, sampling, samples, predicted, 0.0, chain, u=u, windows=windows, two_pass=two_pass, not_picked=wrong
@@ -158,22 +148,17 @@ class PtpEvaluator(Evaluator):
 
     @torch.inference_mode()
     def _not_picked(self, samples: Samples, sampling: Sampling, u: Tensor) -> float:
-        if sampling.greedy:
-            return 0.0
-        wrong = count = 0
-        for numbers, (at, tokens, logits) in zip(u, samples.continuations(self.target), strict=True):
-            wrong += int((pick(sampling.log_probs(logits), numbers[at].to(logits.device)) != tokens).sum())
-            count += len(tokens)
-        return wrong / max(1, count)
+        texts = () if sampling.greedy else zip(u, samples.continuations(self.target), strict=True)
+        wrong = [
+            pick(sampling.log_probs(logits), numbers[at].to(logits.device)) != tokens
+            for numbers, (at, tokens, logits) in texts
+        ]
+        return torch.cat(wrong).double().mean().item() if wrong else 0.0
 
     def find_drafting_fault(self, comparisons: Sequence[PtpComparison], num_drafts: int) -> Cause | None:
-        def other_numbers(comparison: PtpComparison) -> Cause | None:
-            wrong = f"{comparison.not_picked:.0%} of the sampled tokens are not what their u picks"
-            sentence = f"{wrong}: the server draws other numbers, or does not verify by u"
-            return Cause("u", sentence) if comparison.not_picked > NOT_PICKED else None
-
-        if cause := first_cause(comparisons, other_numbers):
-            return cause
+        if (share := max(one.not_picked for one in comparisons)) > NOT_PICKED:
+            wrong = f"{share:.0%} of the sampled tokens are not what their u picks"
+            return Cause("u", f"{wrong}: the server draws other numbers, or does not verify by u")
         # Greedy rows all carry one number: these comparisons have to agree as they are.
         sampled = _sampled(comparisons)
         if not sampled or any(one.differs for one in comparisons if one.sampling.greedy):
