@@ -16,7 +16,7 @@ from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.engine.served import Served
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.acceptance import Contexts, Metrics, collect, summarise
-from vllm_mtpc.eval.evaluator import Asked, Cause, Comparison, Evaluator, first_cause, nearest
+from vllm_mtpc.eval.evaluator import Asked, Cause, Comparison, Evaluator, nearest
 from vllm_mtpc.eval.metrics import exact_counts, shown_shares, shown_tokens, step_starts
 from vllm_mtpc.eval.text import Samples, Sampling, with_backbone, with_draft_layers
 from vllm_mtpc.heads.adapters import DraftLayers
@@ -99,18 +99,16 @@ class MtpcEvaluator(Evaluator):
         return nearest(comparisons, self._rivals(num_drafts))
 
     def find_head_fault(self, comparisons: Sequence[Comparison], num_drafts: int) -> Cause:
-        def wrong_state(comparison: Comparison) -> Cause | None:
+        for comparison in comparisons:
             floor = self._chance(comparison, num_drafts)
             served, predicted = comparison.served.acceptance.per_position[0], comparison.predicted.per_position[0]
-            if served - floor >= NEAR_CHANCE * (predicted - floor):
-                return None
-            return Cause(
-                "hidden state",
-                f"drafts at position 1 are accepted in {served:.0%} of steps, as often as for unrelated contexts "
-                f"({floor:.0%}): the head reads a wrong hidden state, or its weights are not those of {self.folder}",
-            )
-
-        return first_cause(comparisons, wrong_state) or Cause(
+            if served - floor < NEAR_CHANCE * (predicted - floor):
+                return Cause(
+                    "hidden state",
+                    f"drafts at position 1 are accepted in {served:.0%} of steps, as often as for unrelated contexts "
+                    f"({floor:.0%}): the head reads a wrong hidden state, or weights other than those of {self.folder}",
+                )
+        return Cause(
             "head",
             "the target's text, the precision, the number of drafts and the hidden state are as they should be, so the "
             f"weights that were served are not those of {self.folder}: look for another head in the server's "

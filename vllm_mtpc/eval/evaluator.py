@@ -180,10 +180,10 @@ class Evaluator(Protocol):
     def find_cause(self, comparisons: Sequence[Any], num_drafts: int) -> Cause:
         """Return the most likely cause where one of the comparisons differs."""
         return (
-            first_cause(comparisons, lambda one: _other_number_of_drafts(one, num_drafts))
-            or first_cause(comparisons, lambda one: _other_target(one, self.target))
+            _first_cause(comparisons, lambda one: _other_number_of_drafts(one, num_drafts))
+            or _first_cause(comparisons, lambda one: _other_target(one, self.target))
             or self.find_drafting_fault(comparisons, num_drafts)
-            or first_cause(comparisons, _lost_positions)
+            or _first_cause(comparisons, _lost_positions)
             or self.find_head_fault(comparisons, num_drafts)
         )
 
@@ -229,8 +229,7 @@ def attach(folder: Path, target: Target) -> Evaluator:
     return FAMILIES[config.speculators_model_type].evaluator.attach(folder, target)
 
 
-def first_cause(comparisons: Iterable[Comparison], cause_of: Callable[[Any], Cause | None]) -> Cause | None:
-    """Return the first cause that ``cause_of`` finds."""
+def _first_cause(comparisons: Iterable[Comparison], cause_of: Callable[[Any], Cause | None]) -> Cause | None:
     return next(filter(None, map(cause_of, comparisons)), None)
 
 

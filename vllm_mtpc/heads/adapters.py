@@ -206,9 +206,7 @@ class DraftLayers(AdaptedLayers):
         return split
 
     def _last_layers(self, view: str, trunk: Tensor, documents: Tensor | None) -> Tensor:
-        # The embeddings give shape, dtype and device; the first layer replaces them by the trunk, after the model has
-        # processed them (Gemma scales them).
-        self._entry[0].states = trunk
+        self._entry[0].states = trunk  # replaces the embeddings after the model has processed them (Gemma scales them)
         try:
             return self._run(view, documents, inputs_embeds=trunk)
         finally:

@@ -76,7 +76,7 @@ def _hooks() -> None:
 def _tokenizers() -> None:
     from vllm.tokenizers.registry import TokenizerRegistry
 
-    TokenizerRegistry.tokenizers["evabyte"] = ("vllm_mtpc.models.evabyte.tokenizer", "EvaByteTokenizer")
+    TokenizerRegistry.tokenizers["evabyte"] = ("vllm_mtpc.models.hooks", "EvaByteTokenizer")
 
 
 def _renderers() -> None:

@@ -133,10 +133,9 @@ def build_embedding(
     name: str, hidden_size: int, features: int | None = None, hidden: int | None = None
 ) -> AuxEmbedding:
     """Return an untrained embedding on the default device and dtype; options that are None have their defaults."""
-    given = {key: value for key, value in (("u_features", features), ("u_hidden", hidden)) if value is not None}
-    options = default_options(name, hidden_size) | given
-    check_embedding(name, options.get("u_features"), options.get("u_hidden"))
-    count, plain = options.get("u_features", _COUNTS[name]), name.removesuffix("-mlp")
-    if plain not in _FEATURES:
-        return _Rows(count, hidden_size)
-    return _Features(plain, count, options.get("u_hidden"), hidden_size)
+    options = default_options(name, hidden_size)
+    features = options.get("u_features") if features is None else features
+    hidden = options.get("u_hidden") if hidden is None else hidden
+    check_embedding(name, features, hidden)
+    count, plain = features or _COUNTS[name], name.removesuffix("-mlp")
+    return _Features(plain, count, hidden, hidden_size) if plain in _FEATURES else _Rows(count, hidden_size)
