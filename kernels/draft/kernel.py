@@ -44,8 +44,7 @@ class Batch:
     outputs: Arguments  # tokens and confidences [B, K], with the stride of a row
     cache: Arguments  # conditionals [slots, K, V] or None, with the strides of a slot and of a draft
     first: Tensor | None  # [B] int64, x_1
-    source: Tensor | None  # W1 [V, rank] of the bigram
-    target: Tensor | None  # W2 [K, rank, V] of the bigram, from this rank's first column on
+    bigram: Bigram | None  # its target [K, rank, V] from this rank's first column on
     draw: bool
 
 
@@ -153,11 +152,10 @@ class Drafter:
         strides = leaf.stride()[:3]
         unit = 16 if all(stride % 16 == 0 for stride in strides) else 1
         stride, k_stride, z_stride = (stride // unit for stride in strides)
-        source = target = None
         if bigram is not None:
-            source = bigram.source.contiguous()
             target = bigram.target if bigram.target.stride(2) == 1 else bigram.target.contiguous()
             target = target if self.shard is None else target[..., self.shard.start :]
+            bigram = Bigram(bigram.source.contiguous(), target)
         batch = Batch(
             shape=(len(leaf), leaf.shape[1], leaf.shape[2], leaf.shape[3]),
             unit=unit,
@@ -172,23 +170,19 @@ class Drafter:
                 "confidence_ptr": confidences, "confidence_stride": confidences.stride(0),
             },
             cache=_cache_arguments(cache),
-            first=None if bigram is None else first,
-            source=source,
-            target=target,
-            draw=draw,
+            first=None if bigram is None else first, bigram=bigram, draw=draw,
         )  # fmt: skip
         (self._draft_rows if self.one_launch else self._draft_blocks)(batch)
 
     def _draft_rows(self, batch: Batch) -> None:
         """The path of one launch."""
         num_reqs, num_drafts, r, vocab_size = batch.shape
-        rank, strides = 0, (None, None)
-        if batch.source is not None and batch.target is not None:
-            rank, strides = batch.source.shape[1], batch.target.stride()[:2]
+        source, target = batch.bigram or (None, None)
+        rank, strides = (0, (None, None)) if target is None else (target.shape[1], target.stride())
         chunk = min(triton.next_power_of_2(rank), max(1, TILE // 2 // self.tile["BLOCK"])) if rank else 0
         launches.draft_rows[(num_reqs,)](
-            **batch.leaf, first_ptr=batch.first, source_ptr=batch.source,
-            target_ptr=batch.target, target_k_stride=strides[0], target_stride=strides[1],
+            **batch.leaf, first_ptr=batch.first, source_ptr=source,
+            target_ptr=target, target_k_stride=strides[0], target_stride=strides[1],
             **batch.circuit, **batch.requests, **batch.outputs, **batch.cache,
             num_drafts=num_drafts, r=r, vocab_size=vocab_size, **self.noise, DRAW=batch.draw, **self.tile,
             DEPTH=self.sizes["DEPTH"], BLOCKS=self.num_blocks, UNIT=batch.unit, RANK=rank, CHUNK=chunk, **REGISTERS,
@@ -196,7 +190,7 @@ class Drafter:
 
     def _buffers(self, batch: Batch) -> Buffers:
         """Allocate the buffers of the path in blocks."""
-        (num_reqs, num_drafts, _, _), cache, has_bias = batch.shape, batch.cache["cache_ptr"], batch.source is not None
+        (num_reqs, num_drafts, _, _), cache, has_bias = batch.shape, batch.cache["cache_ptr"], batch.bigram is not None
         size, blocks, leaves = self.sizes["R"], self.num_blocks, 1 if has_bias else num_drafts
         width = -(-self.width // 16) * 16  # a stride that is specialised alike, whatever the batch and K
 
@@ -272,12 +266,12 @@ class Drafter:
 
     def _add_bias(self, batch: Batch, k: int, bias: Tensor, vocab_size: int) -> None:
         """Write the bias of the token before draft k to `bias` [B, width]."""
-        assert batch.first is not None and batch.source is not None and batch.target is not None
-        before = batch.first if k == 0 else batch.outputs["token_ptr"][:, k - 1]
-        (num_reqs, width), rank = bias.shape, batch.source.shape[1]
+        assert batch.first is not None and batch.bigram is not None
+        before, (source, target) = batch.first if k == 0 else batch.outputs["token_ptr"][:, k - 1], batch.bigram
+        (num_reqs, width), rank = bias.shape, source.shape[1]
         launches.token_bias[(triton.cdiv(num_reqs, BIAS_ROWS), triton.cdiv(width, BIAS_BLOCK))](
-            before_ptr=before, before_stride=before.stride(0), source_ptr=batch.source, target_ptr=batch.target,
-            target_k_stride=batch.target.stride(0), target_stride=batch.target.stride(1),
+            before_ptr=before, before_stride=before.stride(0), source_ptr=source, target_ptr=target,
+            target_k_stride=target.stride(0), target_stride=target.stride(1),
             bias_ptr=bias, width=width, k=k, batch=num_reqs, vocab_size=vocab_size, RANK=rank,
             CHUNK=min(BIAS_CHUNK, max(16, triton.next_power_of_2(rank))), ROWS=BIAS_ROWS, BLOCK=BIAS_BLOCK,
         )  # fmt: skip

@@ -43,7 +43,7 @@ def features(name: str, count: int | None) -> torch.Tensor:
     return embedding(points())
 
 
-def test_the_paper_s_embeddings_come_first() -> None:
+def test_the_paper_s_six_and_the_default_come_first() -> None:
     paper = ("ieee", "scalar", "scalar-mlp", "threshold", "threshold-mlp", "arithmetic", "arithmetic-mlp")
     assert EMBEDDINGS[: len(paper)] == paper
 
