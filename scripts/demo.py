@@ -47,8 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def run() -> int:
         with tempfile.TemporaryDirectory() as folder:
             logs = options.logs or Path(folder)
-            answer_prompt(logs / "serve.log", torch.cuda.is_available())
-            heads = [str(demo.path(name)) for name in ("btree", "late")]
+            on_gpu = torch.cuda.is_available()
+            answer_prompt(logs / "serve.log", on_gpu)
+            heads = [str(demo.path(name)) for name in ("btree", *(["late"] if on_gpu else []))]  # late needs V2
             return cli.main(["bench", "serve", "--heads", *heads, *PASSES, "--logs", str(logs)])
 
     return cli.guard("scripts/demo.sh", run)
