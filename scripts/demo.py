@@ -1,7 +1,7 @@
-"""Demo: a server with a head that continues a text, and `bench serve` of two heads next to plain vLLM.
+"""Demo: a server with a head that continues a text, and `bench serve` of heads next to plain vLLM.
 
-Everything that it needs is in the package. Exits with 1 if any greedy answer differs from plain vLLM's. The PTP head
-needs Model Runner V2; without a GPU its kernels are interpreted, and its speed is not compared with the other rows.
+Everything that it needs is in the package. Exits with 1 if any greedy answer differs from plain vLLM's. A PTP head is
+compared where Model Runner V2 runs, on a GPU.
 """
 
 from __future__ import annotations

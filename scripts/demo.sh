@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets everything up and runs the demo: a server with a head, and batch jobs next to plain vLLM.
+# Sets everything up and runs the demo: a server with a head, and a comparison with plain vLLM.
 #
 #   scripts/demo.sh [--logs DIR]
 set -euo pipefail
