@@ -161,8 +161,7 @@ def test_capped_and_tied_target_on_v2_accepts_predicted_drafts(place: Any) -> No
     assert [tokens.tolist()[0] for tokens, _ in reply.recorded][: len(first)] == first
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("head", ["shared", "low rank"])
+@pytest.mark.parametrize("head", [pytest.param("shared", marks=pytest.mark.slow), "low rank"])
 @pytest.mark.feature("tensor parallel", "exact", "mtpc on V1")
 def test_head_on_two_ranks_accepts_predicted_drafts(place: Any, head: str) -> None:
     """Each rank has the logits of its part of the lm_head: the second one of none."""
