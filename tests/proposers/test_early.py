@@ -44,5 +44,5 @@ def test_a_step_forbids_the_end_where_it_is_too_early(said: int) -> None:
 
 
 def test_more_drafts_would_be_wrong() -> None:
-    """The fault of vLLM's that is kept clear of; where this fails, vLLM has mended it and early.py can go."""
+    """The vLLM bug that drafts avoid; where this fails, vLLM has fixed it and early.py can be removed."""
     assert forbidden(1, 3) != [1 + at < MIN for at in range(4)]

@@ -1,4 +1,4 @@
-"""The head in a worker: what of vLLM's model it is lent, and in which dtype and shape its weights are kept."""
+"""The head in a worker: the modules of vLLM's model that it shares, and the dtype and shape of its weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every declared patch against the installed vLLM, and a vLLM that nobody asked for a head."""
+"""Every declared patch against the installed vLLM, and a vLLM without a head."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_who_serves_no_head_needs_nothing_of_ours(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_runs_at_every_step_without_a_head_costs_less_than_a_microsecond() -> None:
-    """On a GPU, where there is nothing to mend; the least of many rounds, since the machine does other work."""
+    """On a GPU, where there is nothing to fix; the minimum of many rounds, since the machine does other work."""
 
     def theirs(*args: Any) -> None: ...
 

@@ -45,7 +45,7 @@ def ptp_config(variant: str, draft_pass: str, ranges: Any) -> Any:
 
 
 def spec_config(num_speculative_tokens: int) -> SimpleNamespace:
-    """A SpeculativeConfig that nobody checked: the installed vLLM's defaults, and so many drafts."""
+    """An unchecked SpeculativeConfig: the installed vLLM's defaults, and a number of drafts."""
     from vllm.config import SpeculativeConfig
 
     fields = SpeculativeConfig.__pydantic_fields__

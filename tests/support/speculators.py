@@ -42,7 +42,7 @@ def made_heads(folder: Path, vocab_size: int, heads: dict[str, dict[str, Any]]) 
 
 
 class Target(nn.Module):
-    """What a head is lent of vLLM's model."""
+    """The modules of vLLM's model that a head shares."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()

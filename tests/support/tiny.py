@@ -55,7 +55,7 @@ class TableTarget:
         return self.table[tokens[:, :-1], tokens[:, 1:]]
 
     def write(self, rows: int, length: int, greedy: bool, seed: int = 1) -> Samples:
-        """Texts of ``length`` tokens behind random prompts of two."""
+        """Texts of ``length`` tokens after random prompts of two."""
         generator = torch.Generator().manual_seed(seed)
         text = torch.randint(0, V, (rows, 2), generator=generator)
         for _ in range(length):

@@ -1,6 +1,6 @@
-"""The paper's claim at the size of a test: rows that are told u draft what no rows without it can.
+"""The paper's claim at the size of a test: rows that receive u draft what no rows without it can.
 
-In the language `coin` (benchmarks/paper/toy.py) a coin decides all tokens of a text. A student told u reads the coin
+In the language `coin` (benchmarks/paper/toy.py) a coin decides all tokens of a text. A student with u reads the coin
 and drafts the text whole; one without u guesses it, and needs two steps for what is one: UNAWARE, an eighth of the
 texts apart. Trained by the package's own trainer on the teacher's own text, measured on other texts of it.
 """
