@@ -10,40 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.commands import MTPC, bench_serve, trained, words
 from benchmarks.gpu.drafters import BLOCK, TOY, drafters_in, window_of
 from benchmarks.gpu.parts import Part, Programme
 from vllm_mtpc import demo
 
 PASSED = r"\b[1-9]\d* passed"  # pytest ends with 0 where every test was skipped
-MTPC = [sys.executable, "-m", "vllm_mtpc"]
 CLIENTS = [1, 2, 4, 8, 16, 32, 64, 256]
 EVERY_DRAFT = "every draft=" + json.dumps({"num_speculative_tokens_per_batch_size": "off", "min_acceptance": 0})
-
-
-def words(*given: Any, **options: Any) -> list[str]:
-    """Words of a command line; options by name, lists as several words, None left out."""
-    found = [str(word) for word in given]
-    for name, value in options.items():
-        if value is not None:
-            found += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, list | tuple) else [value])]
-    return found
-
-
-def bench_serve(
-    programme: Programme,
-    name: str,
-    seconds: float,
-    needs: Sequence[Path] = (),
-    environment: dict[str, str] | None = None,
-    engine: dict[str, Any] | None = None,
-    peers: Sequence[str] = (),
-    **options: Any,
-) -> Part:
-    """`vllm-mtpc bench serve`, on the model runner that vLLM chooses."""
-    out = programme.cache / "serve" / f"{name}.json"
-    common = {"engine": json.dumps({**(engine or {}), **programme.engine}), "rounds": 1, "json": out}
-    command = words(*MTPC, "bench", "serve", peers=list(peers), **common, **options)
-    return Part(name, seconds, command, out, needs, environment or {})
 
 
 # tests
@@ -172,26 +146,6 @@ def target(programme: Programme) -> list[Part]:
         written("greedy", "train.jsonl", 120, **crops, limit=programme.size(2048, 2), max_tokens=tokens, temperature=0),
         written("heldout", "valid.jsonl", 90, **crops, limit=programme.size(256, 4), max_tokens=8),
     ]
-
-
-def trained(programme: Programme, name: str, folder: Path, seconds: float, **options: Any) -> Part:
-    """`vllm-mtpc train` on the target's own text; one that was stopped goes on."""
-    data = {name: programme.cache / "data" / f"{name}.jsonl" for name in ("sampled", "greedy", "heldout")}
-    given = {
-        "target": programme.cache / "target",
-        "data": [data["sampled"], data["greedy"]],
-        "validation_data": data["heldout"],
-        "out": folder,
-        "save_minutes": 2,
-        **programme.size(
-            {"seq_len": 160, "evaluation_sequences": 256, "evaluation_tokens": 96, "target_dtype": "bfloat16"},
-            {"seq_len": 40, "evaluation_sequences": 2, "evaluation_tokens": 8},
-        ),
-    }
-    resume = ["--resume"] if any((folder / "state").glob("step-*")) else []
-    command = words(*MTPC, "train", *resume, **given, **options)
-    weights = folder / ("adapter_model.safetensors" if options.get("head") == "ptp" else "model.safetensors")
-    return Part(name, seconds, command, folder / "provenance.json", list(data.values()), makes=weights)
 
 
 def own_text(programme: Programme) -> dict[str, Any]:

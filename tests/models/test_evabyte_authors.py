@@ -45,7 +45,7 @@ torch.save(found, sys.argv[4])
 """
 
 
-@pytest.mark.skipif(not CODE, reason="MTPC_EVABYTE_CODE names no folder with the authors' Python files")
+@pytest.mark.skipif(not CODE, reason="needs the authors' Python files: set MTPC_EVABYTE_CODE to their folder")
 def test_logits_are_those_of_the_authors_code(tmp_path: Path) -> None:
     make_evabyte(tmp_path)
     shutil.copytree(CODE, tmp_path / "code" / "code_of_authors", ignore=shutil.ignore_patterns("__pycache__"))

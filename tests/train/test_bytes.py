@@ -78,7 +78,7 @@ def test_evabyte_starts_at_its_own_eight_heads(place: Path) -> None:
     """Position i of a new head is block i of lm_head; those beyond the blocks are the last."""
     target = load_target(place / "target", torch.float32)
     if target.model.get_output_embeddings().weight is target.lm_head.weight:
-        pytest.skip("this target has one prediction head, and nothing to begin the others with")
+        pytest.skip("needs a target with several prediction heads; this one has a single head")
     more = changed(circuit="ff", components=1, window=10, max_steps=1, learning_rate=1e-9, evaluation_sequences=0)
     head, blocks = (
         load_head(train(place, "eight", **more))[1],
@@ -95,7 +95,7 @@ def test_evabyte_starts_at_its_own_eight_heads(place: Path) -> None:
 def test_draft_layers_go_on_from_the_eight_heads(place: Path) -> None:
     """`token-heads` writes them."""
     if load_target(place / "target").config.model_type != "evabyte":
-        pytest.skip("this target has one prediction head, and nothing to begin the others with")
+        pytest.skip("needs a target with several prediction heads; this one has a single head")
     assert main(["token-heads", str(place / "target"), "--out", str(place / "own")]) == 0
     more = changed(init_from=place / "own", window=8, circuit="ff", components=1, lora_layers=1, max_steps=2)
     assert load_head(train(place, "on", **more))[0].lora_layers == 1

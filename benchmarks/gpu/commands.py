@@ -1,0 +1,59 @@
+"""Command lines of the GPU programme: `vllm-mtpc bench serve`, and training of a head that other parts need."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.parts import Part, Programme
+
+MTPC = [sys.executable, "-m", "vllm_mtpc"]
+
+
+def words(*given: Any, **options: Any) -> list[str]:
+    """Words of a command line; options by name, lists as several words, None left out."""
+    found = [str(word) for word in given]
+    for name, value in options.items():
+        if value is not None:
+            found += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, list | tuple) else [value])]
+    return found
+
+
+def bench_serve(
+    programme: Programme,
+    name: str,
+    seconds: float,
+    needs: Sequence[Path] = (),
+    environment: dict[str, str] | None = None,
+    engine: dict[str, Any] | None = None,
+    peers: Sequence[str] = (),
+    **options: Any,
+) -> Part:
+    """`vllm-mtpc bench serve`, on the model runner that vLLM chooses."""
+    out = programme.cache / "serve" / f"{name}.json"
+    common = {"engine": json.dumps({**(engine or {}), **programme.engine}), "rounds": 1, "json": out}
+    command = words(*MTPC, "bench", "serve", peers=list(peers), **common, **options)
+    return Part(name, seconds, command, out, needs, environment or {})
+
+
+def trained(programme: Programme, name: str, folder: Path, seconds: float, **options: Any) -> Part:
+    """`vllm-mtpc train` on the target's own text; one that was stopped goes on."""
+    data = {name: programme.cache / "data" / f"{name}.jsonl" for name in ("sampled", "greedy", "heldout")}
+    given = {
+        "target": programme.cache / "target",
+        "data": [data["sampled"], data["greedy"]],
+        "validation_data": data["heldout"],
+        "out": folder,
+        "save_minutes": 2,
+        **programme.size(
+            {"seq_len": 160, "evaluation_sequences": 256, "evaluation_tokens": 96, "target_dtype": "bfloat16"},
+            {"seq_len": 40, "evaluation_sequences": 2, "evaluation_tokens": 8},
+        ),
+    }
+    resume = ["--resume"] if any((folder / "state").glob("step-*")) else []
+    command = words(*MTPC, "train", *resume, **given, **options)
+    weights = folder / ("adapter_model.safetensors" if options.get("head") == "ptp" else "model.safetensors")
+    return Part(name, seconds, command, folder / "provenance.json", list(data.values()), makes=weights)
