@@ -15,6 +15,8 @@ from tests.support.engine import Engine, ask, run
 from tests.support.models import make_target
 from vllm_mtpc import demo
 from vllm_mtpc.errors import MtpcError, UsageError
+from vllm_mtpc.files import read_yaml
+from vllm_mtpc.train.options import parse
 
 TARGET = str(demo.path("target"))
 RATES = [0.75, 0.5, 0.125]
@@ -113,3 +115,10 @@ def test_synthetic_target_accepts_drafts_as_prescribed(made: Path) -> None:
     for rate, count in zip(RATES, reply.metrics["per_position"], strict=True):
         # 4 standard deviations of a share of so many steps: 0.12 to 0.16
         assert abs(count / reply.steps - rate) < 4 * (rate * (1 - rate) / reply.steps) ** 0.5, (rate, count)
+
+
+@pytest.mark.parametrize("file", sorted(Path("benchmarks").glob("*.yaml")), ids=lambda file: file.stem)
+def test_options_of_kept_plans_are_accepted(root: Path, file: Path) -> None:
+    plan = read_yaml(root / file)
+    for changed in plan["runs"].values() if "runs" in plan else [{}]:
+        parse({**plan.get("common", plan), "out": Path("head"), **(changed or {})})
