@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.heads_zoo import LM_HEAD, OPTIONS, B, N, V, build, hidden_states, read_by
 from vllm_mtpc.circuits import CIRCUITS
+from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.base import DraftParams, Head
 from vllm_mtpc.heads.linear import LinearHead
 from vllm_mtpc.kernels.draft import naive
 from vllm_mtpc.kernels.shard import Shard
+from vllm_mtpc.plan.draft_schedule import leaf_products
 
 torch.set_num_threads(1)
 FIRST = torch.tensor([0, V - 1, 3])
-OWN = pytest.mark.parametrize("name", ["linear", "mlp", "transformer"])  # with trained unembeddings
+OWN = ("linear", "mlp", "transformer")  # with trained unembeddings
 needs_bfloat16 = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU has no bfloat16 products, so nothing is packed"
 )
@@ -71,7 +74,7 @@ def test_token_conditioned_drafts_equal_greedy_decoding(name: str, circuit: str,
     assert not torch.equal(drafts, without)
 
 
-@OWN
+@pytest.mark.parametrize("name", OWN)
 def test_two_products_equal_one(name: str) -> None:
     head, hidden = build(name, std=0.3), hidden_states()
     evidence, logits = head._draft_apart(head.prepare(hidden), FIRST, N - 1)
@@ -100,27 +103,33 @@ def test_packed_head_drafts_the_same(circuit: str) -> None:
         assert_same(head.draft_params(hidden, FIRST, num_drafts), params, rtol=1e-2, atol=1e-2)
 
 
-def sharded(head: LinearHead, size: int) -> list[DraftParams]:
+def sharded(head: Head, size: int) -> list[DraftParams]:
     """draft_params of every rank. Ranks run one after the other: twice, first to learn what each hands in."""
     handed_in: dict[int, Tensor] = {}
 
-    def gather(rank: int) -> Callable[[Tensor], Tensor]:
-        def collect(own: Tensor) -> Tensor:
-            handed_in[rank] = own
-            return torch.cat([handed_in.get(other, own) for other in range(size)])
-
-        return collect
+    def gather(rank: int, own: Tensor) -> Tensor:
+        handed_in[rank] = own
+        return torch.cat([handed_in.get(other, own) for other in range(size)])
 
     ranks = [copy.deepcopy(head) for _ in range(size)]
     for rank, part in enumerate(ranks):
-        part.shard_leaves(Shard(rank, size, V, gather(rank)))
+        shard = Shard(rank, size, V, partial(gather, rank))
+        if isinstance(part, LinearHead):
+            part.shard_leaves(shard)
+            continue
+        columns = F.pad(LM_HEAD[shard.start : shard.stop].T, (0, shard.rows - shard.stop + shard.start))
+        part.bind_lm_head(lambda states, columns=columns: states @ columns.to(states), shard)
+        assert part.component_out.shape[-1] == shard.rows
     for _ in range(2):
         params = [part.draft_params(hidden_states(), FIRST, N - 1) for part in ranks]
     assert len({tuple(own.shape) for own in handed_in.values()}) == 1, "a gather takes equal sizes"
-    return params
+    if isinstance(head, LinearHead):
+        return params
+    leaf = torch.cat([part.leaf for part in params], -1)[..., :V]  # a rank returns its columns
+    return [part._replace(leaf=leaf) for part in params]
 
 
-@OWN
+@pytest.mark.parametrize("name", [*OWN, "low rank"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])  # 7 tokens: 4 + 3, 3 + 3 + 1, 2 + 2 + 2 + 1, 2 + 2 + 2 + 1 + 0
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_ranks_draft_from_the_same_logits_as_one(name: str, size: int, kind: str) -> None:
@@ -141,3 +150,10 @@ def test_gathered_evidence_is_not_rounded() -> None:
     logits = torch.zeros(1, 2, 2, V, dtype=torch.bfloat16)
     evidence, whole = Shard(0, 1, V, lambda own: own).join(terms, logits)
     assert torch.equal(evidence, terms[:, 1] - terms[:, 0]) and torch.equal(whole, logits)
+
+
+@pytest.mark.parametrize("rank, products", [(0, 8 * 128_256 * 4096), (16, 128_256 * 4096 + 8 * 16 * (4096 + 128_256))])
+def test_leaf_products_of_default_schedules(rank: int, products: int) -> None:
+    sizes = {"circuit": "btree", "window": 8, "num_components": 8, "head": "shared", "component_rank": rank}
+    config = HeadConfig.create(**sizes, target={"hidden_size": 4096, "vocab_size": 128_256}, verifier="x")
+    assert leaf_products(config) == products

@@ -8,11 +8,14 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.support.heads_zoo import LM_HEAD, OPTIONS, B, D, N, R, V, build, hidden_states, read_by
 from vllm_mtpc.circuits import CIRCUITS
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads.base import Head
+from vllm_mtpc.heads.components import add_components
 
 torch.set_num_threads(1)
 ALL = pytest.mark.parametrize("name", OPTIONS)
@@ -92,8 +95,8 @@ def test_leaves_computed_in_parts_equal_the_whole(name):
     assert parts.dtype == torch.float32
     # Products of another size may be summed in another order: float32 rounding.
     torch.testing.assert_close(parts.log_softmax(-1), whole.leaf, rtol=1e-5, atol=1e-5)
-    for given, expected in zip(head.sums(hidden), whole[1:3], strict=True):
-        assert torch.equal(given, expected)
+    for found, expected in zip(head.sums(hidden), whole[1:3], strict=True):
+        assert torch.equal(found, expected)
     torch.testing.assert_close(head(hidden, 3).leaf, whole.leaf[:, :3], rtol=1e-5, atol=1e-5)
 
 
@@ -162,3 +165,35 @@ def test_lm_head_is_neither_parameter_nor_saved():
     before = set(head.state_dict())
     head.bind_lm_head(torch.nn.Linear(D, V, bias=False))
     assert set(head.state_dict()) == before == {"down_weight", "up_weight", "root_weight", "inner_weight", "inner_bias"}
+
+
+# ---- components as low-rank differences over one row of the lm_head ------------------------------
+
+
+SIZES = st.tuples(*(st.integers(1, most) for most in (3, 4, 3, 5, 4, 9)))  # B, k, r, R_c, D, V
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(SIZES, st.integers(0, 99))
+def test_logits_are_the_base_and_a_low_rank_term(sizes: tuple[int, ...], seed: int) -> None:
+    batch, k, r, c, d, v = sizes
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (batch, k, v), (batch, k, d), (k, r, c, d), (k, c, v)
+    base, states, a, b = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    wanted = torch.einsum("bkd,kzcd,kcv->bkzv", states, a, b) + base[:, :, None]
+    torch.testing.assert_close(add_components(base, states, a, b), wanted)
+
+
+def test_components_of_full_rank_equal_a_linear_head() -> None:
+    """With rank V, B the identity and A the difference of unembeddings: W[k, z] = W + (W[k, z] - W)."""
+    linear, head = build("linear", "hmm", std=0.3), build("shared", "hmm", component_rank=V)
+    head.up_weight.zero_()
+    head.component_in.copy_(linear.leaf_weight - LM_HEAD)
+    head.component_out.copy_(torch.eye(V))
+    torch.testing.assert_close(head(hidden_states()).leaf, linear(hidden_states()).leaf, rtol=1e-4, atol=1e-4)
+
+
+def test_rank_0_equals_a_head_without_components() -> None:
+    ours, theirs = build("shared", component_rank=0), build("shared")
+    assert set(ours.state_dict()) == set(theirs.state_dict()) and "component_rank" not in theirs.options
+    assert torch.equal(ours(hidden_states()).leaf, theirs(hidden_states()).leaf)

@@ -5,22 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
-from vllm_mtpc.config.mtpc_config import HeadConfig
-from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads.linear import LinearHead
-
-
-def test_a_config_with_the_removed_support_is_refused_in_one_line() -> None:
-    config = HeadConfig.create(
-        circuit="cp", window=4, num_components=2, target={"vocab_size": 5, "hidden_size": 8}, verifier="../target"
-    )
-    given = config.model_dump(exclude_none=True)
-    assert HeadConfig.parse({**given, "support": None}) == HeadConfig.parse({**given, "support": 0}) == config
-    with pytest.raises(HeadConfigError, match=r"support=64.*set support to null") as caught:
-        HeadConfig.parse({**given, "support": 64}, "HEAD/config.json")
-    assert str(caught.value).startswith("HEAD/config.json") and "\n" not in str(caught.value)
 
 
 class Scaled(LinearHead):

@@ -43,11 +43,6 @@ def features(name: str, count: int | None) -> torch.Tensor:
     return embedding(points())
 
 
-def test_the_paper_s_six_and_the_default_come_first() -> None:
-    paper = ("ieee", "scalar", "scalar-mlp", "threshold", "threshold-mlp", "arithmetic", "arithmetic-mlp")
-    assert EMBEDDINGS[: len(paper)] == paper
-
-
 @pytest.mark.parametrize("name", DEFINITIONS)
 @pytest.mark.parametrize("count", [32, 8])
 def test_features_are_those_of_the_definition(name: str, count: int) -> None:
@@ -122,8 +117,3 @@ def test_options_that_are_not_an_embeddings_are_refused(name, features, hidden, 
     with pytest.raises(HeadConfigError) as caught:
         check_embedding(name, features, hidden)
     assert all(word in str(caught.value) for word in words), str(caught.value)
-
-
-def test_an_unknown_name_is_refused_when_it_is_built() -> None:
-    with pytest.raises(HeadConfigError, match="'fourier'"):
-        build_embedding("fourier", SIZE)
