@@ -7,7 +7,6 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,14 +19,14 @@ from transformers import Qwen3NextConfig
 
 from tests.support.configs import engine_config, write_head
 from tests.support.models import make_ptp_head, make_target, random_layers
-from vllm_mtpc.checkpoint import read_config, save_head
+from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.plan.draft_schedule import KEY
 from vllm_mtpc.proposers.config import circuit_options, engine_checks, ptp_options
 from vllm_mtpc.proposers.config.circuit_options import BEFORE_NORM
-from vllm_mtpc.proposers.config.engine_checks import check_draft_layers, how_to_v2
+from vllm_mtpc.proposers.config.engine_checks import how_to_v2
 from vllm_mtpc.proposers.config.ptp_options import choose_attention
 from vllm_mtpc.proposers.config.versions import vllm_minor
 
@@ -100,9 +99,15 @@ def options(wanted: str, head: str = "mtpc", /, **given: Any) -> Case:
     return Case(wanted, head, given)
 
 
+def connector(is_layerwise: bool) -> dict[str, Any]:
+    extra = {"use_layerwise": is_layerwise}
+    return {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
 MIMO = {"model_type": "qwen2", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
 GEMMA = {"model_type": "gemma", "architectures": ["GemmaForCausalLM"], "hidden_activation": "gelu_pytorch_tanh"}
 BLOOM = {"model_type": "bloom", "architectures": ["BloomForCausalLM"]}
+MIXTRAL = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
 SLIDING = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 16}
 BAD_SCHEDULES: list[tuple[Any, str]] = [
     ("on", "is a str"),
@@ -172,12 +177,21 @@ CASES = [
     Case("Model Runner V1 .. allowed: Model Runner V2 .. type scripts/v2_on_cpu.sh vllm serve .. MtPC", "o-ptp",
          runner=1),
     Case("max_model_len 'auto'", "o-ptp", engine={"max_model_len": -1}),
+    Case("data_parallel_size on a mixture of experts", "o-ptp", engine={"data_parallel_size": 2}, target=MIXTRAL),
+    Case("lora_layers=1 and enable_lora", "layered", engine={"enable_lora": True}, runner=2),
+    Case("lora_layers=1 and decode_context_parallel_size", "layered", target={"num_key_value_heads": 1},
+         engine={"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, runner=2),
+    Case("lora_layers=1 and a KV connector that works layer by layer: .. drop", "layered",
+         engine={"kv_transfer_config": connector(is_layerwise=True)}, runner=2),
     pytest.param(Case("pipeline_parallel_size=2", engine=PIPELINE),
                  marks=pytest.mark.feature("pipeline parallel", "refused", "mtpc on V1")),
     pytest.param(Case("pipeline_parallel_size=2 .. tensor_parallel_size", "o-ptp", engine=PIPELINE),
                  marks=pytest.mark.feature("pipeline parallel", "refused", "ptp on V2")),
     pytest.param(Case("enable_lora", "o-ptp", engine={"enable_lora": True}),
                  marks=pytest.mark.feature("LoRA requests on the target", "refused", "ptp on V2")),
+    pytest.param(options("'mask_drafts' is not an option of method 'ptp'", "o-ptp", mask_drafts=True),
+                 marks=pytest.mark.feature("drafts masked with the grammar", "refused", "ptp on V2",
+                                           why="not an option of ptp")),
 ]  # fmt: skip
 
 
@@ -276,46 +290,17 @@ def test_target_with_wider_states_is_refused(place: Path, monkeypatch: pytest.Mo
     assert "returns hidden states of 4 x 64 numbers" in message and "hidden_size=64" in message
 
 
-def check_layers(made: Path, **given: Any) -> None:
-    """Check an engine with LoRA draft layers and these options."""
-    sizes = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "enable_dbo": False}
-    engine = SimpleNamespace(
-        use_v2_model_runner=True,
-        speculative_config=SimpleNamespace(head=read_config(made / "layered"), has_backbone=False),
-        parallel_config=SimpleNamespace(**{name: given.get(name, size) for name, size in sizes.items()}),
-        lora_config=given.get("enable_lora"),
-        kv_transfer_config=given.get("kv_transfer_config"),
-    )
-    check_draft_layers(engine)
-
-
-@pytest.mark.parametrize(
-    "option", ["pipeline_parallel_size", "decode_context_parallel_size", "enable_dbo", "enable_lora"]
-)
-def test_engine_option_is_refused_with_draft_layers(made: Path, option: str) -> None:
-    check_layers(made)
-    with pytest.raises(MtpcError, match=f"lora_layers=1 and {option}"):
-        check_layers(made, **{option: 2})
-
-
-@pytest.mark.parametrize("is_layerwise", [True, False])
-def test_layerwise_kv_connector_is_refused_with_draft_layers(made: Path, is_layerwise: bool) -> None:
-    from vllm.config import KVTransferConfig
-
-    connector = KVTransferConfig(
-        kv_connector="LMCacheConnectorV1", kv_role="kv_both", kv_connector_extra_config={"use_layerwise": is_layerwise}
-    )
-    refused = pytest.raises(MtpcError, match=r"lora_layers=1 and a KV connector that works layer by layer: .*drop")
-    with refused if is_layerwise else nullcontext():
-        check_layers(made, kv_transfer_config=connector)
-
-
-def test_data_parallel_experts_are_refused_with_ptp(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.config.model import ModelConfig
-
+@pytest.mark.parametrize(("option", "value"), [("pipeline_parallel_size", 2), ("enable_dbo", True)])
+def test_option_that_a_cpu_lacks_is_refused_with_draft_layers(
+    place: Path, option: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     set_runner(monkeypatch, 2)
-    monkeypatch.setattr(ModelConfig, "is_moe", property(lambda self: True))
-    assert "data_parallel_size on a mixture of experts" in refusal(place, "o-ptp", {"data_parallel_size": 2})
+    given = {"method": "mtpc", "model": str(place / "layered")}
+    config = engine_config(place / "target", given, kv_transfer_config=connector(is_layerwise=False))
+    config.scheduler_config.async_scheduling = True
+    setattr(config.parallel_config, option, value)
+    with pytest.raises(MtpcError, match=f"lora_layers=1 and {option}"):
+        config.speculative_config.check_engine(config)
 
 
 @pytest.mark.parametrize(

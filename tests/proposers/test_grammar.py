@@ -3,49 +3,57 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from tests.support.grammars import VOCAB, Counting
+from tests.support import forks
+from tests.support.speculators import Setting, batch, made_heads, speculator
 from vllm_mtpc.proposers.heads import grammar_masks as module
 from vllm_mtpc.proposers.heads.grammar_masks import Follower, Grammars, Masks
 from vllm_mtpc.proposers.v1.proposer import set_one_hot
 
-
-def masks(**grammars: Counting) -> Masks:
-    rows = {int(name[1:]): Follower(grammar) for name, grammar in grammars.items()}
-    return Masks(torch.zeros(4, 2, dtype=torch.int32), rows)
-
-
-def argmax(log_q: Tensor, k: int) -> Tensor:
-    return log_q.argmax(-1)
+VOCAB, REQUESTS, DRAFTS = 40, 5, 3
+OUTPUT = [10, 11, 12, 13, 14, 15]  # a Counting that has read them allows tokens from 6 on
+STRUCTURED, UNREAD = (0, 2, 3), 3  # rows; the prompt of 3 is not read to its end
 
 
-def test_conditionals_are_masked_and_the_grammar_is_rolled_back() -> None:
-    grammar, seen = Counting(), list[Tensor]()
-    grammar.accept_tokens("r", [5, 6])
-    step = masks(r1=grammar)
-    pick = step.around(lambda log_q, k: (seen.append(log_q.clone()), argmax(log_q, k))[1])
-    log_q = torch.linspace(0, -8, VOCAB).repeat(3, 1).log_softmax(-1)  # the smallest token is the likeliest
-    drafts = torch.stack([pick(log_q.clone(), k) for k in range(3)], 1)
-    assert drafts[1].tolist() == [2, 3, 4]  # the smallest allowed
-    assert drafts[0].tolist() == drafts[2].tolist() == [0, 0, 0]  # rows without a grammar
-    assert all((log_q.exp()[1, : 2 + k] == 0).all() for k, log_q in enumerate(seen))
-    torch.testing.assert_close(torch.stack(seen).exp().sum(-1), torch.ones(3, 3))
-    step.rewind()
-    assert grammar.read == [5, 6]
-    assert masks().around(argmax) is argmax  # a batch without grammars
+class Counting:
+    """A grammar whose k-th token must be at least k, and which ends with the token 9."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        for token in tokens:
+            if token < len(self.read) and not self.is_terminated():
+                return False
+            self.read.append(token)
+        return True
+
+    def is_terminated(self) -> bool:
+        return 9 in self.read
+
+    def rollback(self, count: int) -> None:
+        del self.read[len(self.read) - count :]
+
+    def fill_bitmask(self, bitmask: Tensor, row: int) -> None:
+        allowed = [token for token in range(VOCAB) if token >= len(self.read)]
+        words = [sum(1 << token % 32 for token in allowed if token // 32 == word) for word in range(2)]
+        bitmask[row] = torch.tensor([word - (1 << 32) if word >> 31 else word for word in words], dtype=torch.int32)
 
 
 def test_drafts_end_with_their_grammar() -> None:
     """Drafts after a grammar's last token are pruned, whatever they are."""
-    ended, ending, going = Counting(), Counting(), Counting()
+    grammars = ended, ending, going = Counting(), Counting(), Counting()
     ended.accept_tokens("r", [9])
-    step = masks(r0=ended, r1=ending, r2=going)
+    step = Masks(torch.zeros(4, 2, dtype=torch.int32), {row: Follower(grammar) for row, grammar in enumerate(grammars)})
     step.lengths[0] = 0
     tokens = iter([[1, 1, 1], [2, 9, 2], [3, 3, 3]])
     pick = step.around(lambda log_q, k: torch.tensor(next(tokens)))
@@ -56,42 +64,42 @@ def test_drafts_end_with_their_grammar() -> None:
     assert (ended.read, ending.read, going.read) == ([9], [], [])
 
 
-def test_refused_token_ends_the_masking() -> None:
-    follower = Follower(Counting())
-    follower.read("r", [3, 4])
-    assert follower.grammar is not None and follower.num_read == 2
-    follower.read("r", [3, 4, 0])  # the third must be at least 2
-    assert follower.grammar is None
+def compiling(made: Grammars, compiled: Any = Counting) -> list[Any]:
+    """Let these grammars compile to what `compiled` returns, at once; the list of the compilations."""
+    made.bitmask = torch.zeros(8, 2, dtype=torch.int32)
+    every: list[Any] = []
 
-
-def grammars(is_masking: bool = True, **given: Any) -> tuple[Grammars, list[Any]]:
-    """Return Grammars that compile to Counting at once, and a list of the compilations."""
-    reasoning = SimpleNamespace(**{"reasoning_parser": "", "enable_in_reasoning": False, **given})
-    sizes = SimpleNamespace(max_num_seqs=4)
-    made = Grammars(SimpleNamespace(scheduler_config=sizes, structured_outputs_config=reasoning), is_masking)
-    made.bitmask = torch.zeros(4, 2, dtype=torch.int32)
-    compiled: list[Any] = []
-
-    def submit(compile_one: Any, name: str, params: Any, asked: Any) -> None:
-        compiled.append(asked)
-        asked.grammar = Counting()
+    def submit(call: Any, name: str, params: Any, asked: Any) -> None:
+        every.append(asked)
+        asked.grammar = compiled()
 
     made.starter.submit = submit
+    return every
+
+
+def config(**given: Any) -> Any:
+    """The parts of an engine's configuration that grammars read."""
+    reasoning = SimpleNamespace(**{"reasoning_parser": "", "enable_in_reasoning": False, **given})
+    return SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8), structured_outputs_config=reasoning)
+
+
+def grammars(requests: dict[str, Any], is_masking: bool = True, **given: Any) -> tuple[Grammars, list[Any]]:
+    """Grammars of these requests, and their compilations."""
+    made = Grammars(config(**given), is_masking)
+    compiled = compiling(made)
+    for name, one in requests.items():
+        made.start(name, one.sampling_params)
     return made, compiled
 
 
-def state(output: list[int], structured: bool = True) -> Any:
-    from vllm.sampling_params import SamplingParams, StructuredOutputsParams
-
+def state(output: list[int], structured: bool = True, **more: Any) -> Any:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+") if structured else None)
-    return SimpleNamespace(sampling_params=params, output_token_ids=output)
+    return SimpleNamespace(sampling_params=params, output_token_ids=output, **more)
 
 
 def test_followers_live_as_long_as_their_requests() -> None:
-    made, compiled = grammars()
     requests = {"a": state([4]), "b": state([7], structured=False), "c": state([])}
-    for name, one in requests.items():
-        made.start(name, one.sampling_params)
+    made, compiled = grammars(requests)
     step = made.masks(requests, ["a", "b", "c"], [[4], [7], []])  # c: an unfinished prompt
     assert set(step.rows) == {0} and not step.unmasked and len(compiled) == 2
     requests["a"].output_token_ids = [4, 5, 9]
@@ -99,35 +107,41 @@ def test_followers_live_as_long_as_their_requests() -> None:
     assert step.rows[1].grammar.read == [4, 5, 9] and step.lengths == {1: 0} and len(compiled) == 2
     requests["a"].output_token_ids = [4]  # restarted
     assert made.masks(requests, ["a"], [[4]]).rows[0].grammar.read == [4] and len(compiled) == 3
+    requests["a"].output_token_ids = [4, 5, 0]  # the third must be at least 2: refused, so the masking ends
+    assert made.masks(requests, ["a"], [[5, 0]]).unmasked == [0]
     del requests["a"], requests["c"]
     made.masks(requests, ["b"], [[7]])
     assert not made.followers
 
 
+@pytest.mark.parametrize(
+    ("is_masking", "given", "unmasked"),
+    [
+        (False, {}, [0]),
+        (True, {"reasoning_parser": "qwen3"}, [0]),
+        (True, {"reasoning_parser": "qwen3", "enable_in_reasoning": True}, []),
+    ],
+)
+def test_drafts_are_unmasked_by_option_and_if_a_reasoning_parser_starts_the_grammar(
+    is_masking: bool, given: dict[str, Any], unmasked: list[int]
+) -> None:
+    requests = {"a": state([4])}
+    made, compiled = grammars(requests, is_masking, **given)
+    step = made.masks(requests, ["a"], [[4]])
+    assert step.unmasked == unmasked and len(step.rows) == len(compiled) == 1 - len(unmasked)
+
+
 def test_unmasked_drafts_have_probability_one() -> None:
-    made, compiled = grammars(is_masking=False)
-    made.start("a", state([4]).sampling_params)
-    step = made.masks({"a": state([4])}, ["a"], [[4]])
-    assert step.unmasked == [0] and not step.rows and not compiled
     probs = torch.full((2, VOCAB), 1 / VOCAB)
-    set_one_hot(probs, step.unmasked, torch.tensor([7, 8]))
+    set_one_hot(probs, [0], torch.tensor([7, 8]))
     assert probs[0].argmax() == 7 and probs[0].sum() == probs[0].max() == 1
     assert (probs[1] == 1 / VOCAB).all()
 
 
-@pytest.mark.parametrize(("is_enabled", "unmasked"), [(False, [0]), (True, [])])
-def test_drafts_are_unmasked_if_a_reasoning_parser_starts_the_grammar(is_enabled: bool, unmasked: list[int]) -> None:
-    made, _ = grammars(reasoning_parser="qwen3", enable_in_reasoning=is_enabled)
-    made.start("a", state([4]).sampling_params)
-    assert made.masks({"a": state([4])}, ["a"], [[4]]).unmasked == unmasked
-
-
 def test_drafts_are_unmasked_until_a_grammar_is_compiled() -> None:
     """No step waits for one; the whole output is read once it is compiled. One that fails is dropped."""
-    made, compiled = grammars()
     requests = {"a": state([4]), "b": state([7])}
-    for name, one in requests.items():
-        made.start(name, one.sampling_params)
+    made, compiled = grammars(requests)
     futures = [Future(), Future()]
     for asked, future in zip(compiled, futures, strict=True):
         asked.grammar = future
@@ -139,6 +153,10 @@ def test_drafts_are_unmasked_until_a_grammar_is_compiled() -> None:
     step = made.masks(requests, ["a", "b"], [[5], [7]])
     assert step.unmasked == [1] and step.rows[0].grammar.read == [4, 5]
     assert made.masks(requests, ["b"], [[7]]).unmasked == [0] and len(compiled) == 2
+    made.manager = SimpleNamespace(grammar_init=lambda request: 1 / 0)  # the backend itself fails
+    made.start("b", requests["b"].sampling_params)
+    made._compile("b", requests["b"].sampling_params, compiled[2])
+    assert made.masks(requests, ["b"], [[7]]).unmasked == [0]
 
 
 def test_grammar_masks_once_every_rank_has_compiled_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,17 +170,9 @@ def test_grammar_masks_once_every_rank_has_compiled_it(monkeypatch: pytest.Monke
         own.copy_(torch.minimum(own, torch.tensor(next(other_ranks))))
 
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
-    made, requests = grammars()[0], {"a": state([4])}
-    made.start("a", requests["a"].sampling_params)
+    requests = {"a": state([4])}
+    made, _ = grammars(requests)
     assert [bool(made.masks(requests, ["a"], [[4]]).rows) for _ in range(3)] == [False, True, True], "asked twice only"
-
-
-def test_drafts_are_unmasked_if_the_backend_fails(caplog: pytest.LogCaptureFixture) -> None:
-    made, compiled = grammars()
-    made.start("a", state([]).sampling_params)
-    made.manager = SimpleNamespace(grammar_init=lambda request: 1 / 0)
-    made._compile("a", state([]).sampling_params, compiled[0])
-    assert made.masks({"a": state([4])}, ["a"], [[4]]).unmasked == [0]
 
 
 def test_v2_verifies_the_first_forbidden_draft(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,11 +220,143 @@ def test_scheduler_keeps_the_first_forbidden_draft_on_v2() -> None:
     assert run(False) == untouched
 
 
-@pytest.mark.feature("drafts masked with the grammar", "refused", "ptp on V2", why="not an option of ptp")
-def test_masks_of_ptp_are_refused() -> None:
-    from vllm_mtpc.errors import ServeConfigError
-    from vllm_mtpc.proposers.config.ptp_options import PtpSpeculativeConfig
+def states(outputs: dict[str, list[int]], slots: dict[str, int], num_slots: int, prompt_len: int = 2) -> Any:
+    """vLLM's RequestState of requests with these outputs."""
+    tokens, lengths = torch.zeros(num_slots, 32, dtype=torch.int32), torch.zeros(num_slots, dtype=torch.int32)
+    for name, output in outputs.items():
+        lengths[slots[name]] = prompt_len + len(output)
+        tokens[slots[name], prompt_len : prompt_len + len(output)] = torch.tensor(output, dtype=torch.int32)
+    return SimpleNamespace(
+        req_id_to_index=slots, all_token_ids=SimpleNamespace(gpu=tokens), total_len=SimpleNamespace(gpu=lengths)
+    )
 
-    given = {"method": "ptp", "model": "x", "mask_drafts": True}
-    with pytest.raises(ServeConfigError, match="'mask_drafts' is not an option of method 'ptp'"):
-        PtpSpeculativeConfig.create(**given, target_model_config=None, target_parallel_config=None)
+
+def new(name: str, output: list[int], structured: bool = True) -> Any:
+    return state(output, structured, req_id=name, prompt_len=2, prefill_token_ids=[0, 0, *output])
+
+
+def followed(kept: Any, compiled: Any = Counting) -> Any:
+    """The structured requests of a worker, with grammars that `compiled` returns."""
+    from vllm_mtpc.proposers.v2.structured_requests import StructuredRequests
+
+    made = StructuredRequests(config(), kept)
+    compiling(made.grammars, compiled)
+    return made
+
+
+def steps(place: Path, at_once: int) -> dict[str, Any]:
+    """In a fork: a step without grammars and one with, and tokens that vLLM samples from the scored conditionals."""
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+    from vllm_mtpc.proposers.v2 import speculator as module
+
+    small = mock.patch.object(module, "SMALL_LEAVES", at_once)
+    with small, speculator(Setting(place, 6, logits_bytes=at_once)) as made:
+        given = batch(made, REQUESTS)
+        names = given["input_batch"].req_ids = [f"r{row}" for row in range(REQUESTS)]
+        given["num_sampled"][UNREAD] = 0
+        slots = given["input_batch"].idx_mapping.tolist()
+
+        def step() -> dict[str, Any]:
+            made.draft_logits.zero_()
+            made.propose(**given, num_speculative_tokens=DRAFTS)
+            log_q = made.draft_logits[slots, :DRAFTS].clone()
+            confidences = made.draft_token_confidence_probs[:REQUESTS, :DRAFTS].clone()
+            return {"drafts": made.draft_tokens[:REQUESTS, :DRAFTS].clone(), "log_q": log_q, "confidences": confidences}
+
+        free = step()
+        outputs = {names[row]: OUTPUT if row != UNREAD else [] for row in STRUCTURED}
+        kept = states(outputs, dict(zip(names, slots, strict=True)), 6)
+        requests = [new(names[row], []) for row in STRUCTURED]
+        made.structured = followed(kept, Future)
+        made.structured.add(requests)
+        pending = step()
+        with mock.patch.object(made, "_sample_sequential") as by_definition:
+            made._warm_up()
+        made.structured = followed(kept)
+        made.structured.add(requests)
+        with mock.patch.object(made.model, "draft_params", wraps=made.model.draft_params) as calls:
+            masked = step()
+        rows = (given["input_batch"].idx_mapping, given["temperature"], given["seeds"])
+        again = [
+            gumbel_sample(log_q.contiguous(), *rows, pos, apply_temperature=True, is_drafting=True)
+            for k in range(DRAFTS)
+            for log_q, pos in [(masked["log_q"][:, k], given["input_batch"].positions + 1 + k)]
+        ]
+        followers = made.structured.grammars.followers.values()
+        read = [follower.grammar.read for follower in followers if follower.grammar is not None]
+        return {
+            "free": free,
+            "pending": pending,
+            "warmed up": by_definition.call_count,
+            "masked": masked,
+            "again": torch.stack(again, 1),
+            "read": read,
+            "temperature": given["temperature"][slots],
+            "chunks": [len(call.args[0]) for call in calls.call_args_list],
+        }
+
+
+@pytest.fixture(scope="module", params=[1 << 30, 1], ids=["one chunk", "chunks"])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    place = made_heads(tmp_path_factory.mktemp("masked"), VOCAB, {"head": {"window": DRAFTS + 1}})["head"]
+    return forks.call("v2", "tests.proposers.test_grammar:steps", place, request.param)
+
+
+def test_rows_without_a_grammar_are_unchanged(found: dict[str, Any]) -> None:
+    others = [row for row in range(REQUESTS) if row not in STRUCTURED]
+    for name, part in found["masked"].items():
+        assert torch.equal(part[others], found["free"][name][others])
+    chunks = found["chunks"]
+    assert chunks in ([REQUESTS, len(STRUCTURED)], [1] * (REQUESTS + 2)), chunks  # without the unread prompt's
+
+
+def test_grammar_that_is_not_compiled_masks_nothing(found: dict[str, Any]) -> None:
+    """Masked drafts are warmed up all the same: while requests are served `--jit-monitor-mode error` forbids it."""
+    assert found["warmed up"] > 0
+    for name, part in found["pending"].items():
+        assert torch.equal(part, found["free"][name])
+
+
+def test_masked_drafts_are_sampled_from_the_scored_conditionals(found: dict[str, Any]) -> None:
+    """Vocabulary of 40, tokens from 6 on allowed, then from 7 on, then from 8."""
+    rows = [row for row in STRUCTURED if row != UNREAD]
+    log_q, drafts = found["masked"]["log_q"][rows], found["masked"]["drafts"][rows]
+    for k in range(DRAFTS):
+        first = len(OUTPUT) + k
+        assert (log_q[1:, k, :first] == -torch.inf).all() and (log_q[1:, k, first:] > -torch.inf).all()
+        assert (drafts[:, k] >= first).all()
+    drawn = found["temperature"][rows] > 0
+    assert drawn.tolist() == [False, True], "one is greedy"
+    assert torch.equal(drafts[drawn], found["again"][rows][drawn])
+    shift = (log_q - found["free"]["log_q"][rows])[drawn, 0, len(OUTPUT) :]
+    torch.testing.assert_close(shift, shift[:, :1].expand_as(shift))
+    torch.testing.assert_close(log_q[drawn].exp().sum(-1), torch.ones(1, DRAFTS))
+    assert not torch.equal(found["masked"]["confidences"][rows], found["free"]["confidences"][rows])
+    assert found["read"] == [OUTPUT] * 2, "grammars are rewound; one for each request whose prompt is read"
+
+
+def test_host_reads_new_tokens_once() -> None:
+    """Also of steps without drafts; a preempted request starts again with the output that it has kept."""
+    slots = {"a": 1, "b": 0, "free": 2}
+    kept = states({"a": [4, 5], "b": [7]}, slots, 4)
+    made = followed(kept)
+    made.add([new("a", []), new("b", []), new("free", [], structured=False)])
+    line = SimpleNamespace(req_ids=["free", "b", "a"])
+    assert made.rows(line) == [1, 2]
+    where, sampled = torch.tensor([0, 1]), torch.tensor([1, 1], dtype=torch.int32)
+
+    def read() -> list[list[int]]:
+        masks = made.masks(["b", "a"], where, sampled)
+        return [masks.rows[row].grammar.read for row in range(2)]
+
+    assert read() == [[7], [4, 5]]
+    vars(kept).update(vars(states({"a": [4, 5, 6, 7, 8], "b": [7, 8]}, slots, 4)))
+    assert read() == [[7, 8], [4, 5, 6, 7, 8]]
+    assert read() == [[7, 8], [4, 5, 6, 7, 8]]  # nothing new
+    del slots["b"]
+    made.add([new("a", [4, 9])])  # preempted, and its last step thrown away
+    assert set(made.requests) == {"a"}
+    vars(kept).update(vars(states({"a": [4, 9, 10]}, slots, 4)))
+    assert made.masks(["a"], where[1:], sampled[1:]).rows[0].grammar.read == [4, 9, 10]
+    assert made.rows(SimpleNamespace(req_ids=["free"])) == []

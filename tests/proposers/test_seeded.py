@@ -10,10 +10,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-
-from vllm_mtpc.errors import ServeConfigError
-
-pytest.importorskip("vllm.v1.worker.gpu.sample.sampler", reason="vLLM is not installed: run scripts/setup.sh")
 from vllm import SamplingParams
 from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.sample.sampler import Sampler
@@ -23,6 +19,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from tests.support import forks
 from tests.support.configs import spec_config
 from tests.support.speculators import Setting, batch, made_heads, speculator
+from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.proposers.v2 import verification
 from vllm_mtpc.proposers.v2.verification import DRAFTING, CoupledStates, Verifier, with_verifier
 

@@ -1,4 +1,4 @@
-"""Every declared patch against the installed vLLM, and a vLLM without a head."""
+"""Every declared patch against the installed vLLM, a vLLM without a head, and patches of a module made for the test."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import timeit
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,19 @@ from vllm_mtpc.proposers.patches import patch, scheduler, vllm_patches, worker
 from vllm_mtpc.proposers.v1.model_runner_v1 import HeadModelRunner as runner_v1
 from vllm_mtpc.proposers.v2.model_runner_v2 import HeadModelRunner as runner_v2
 
+SOURCE = '''
+def work(value, factor):
+    """Multiply."""
+    return value * factor
+
+class Box:
+    @staticmethod
+    def make(value):
+        return ("made", value)
+
+    def keep(self, value):
+        return ("kept", value)
+'''
 PATCHES = [one for one in (*vllm_patches.EVERY_PROCESS, *vllm_patches.WITH_HEAD) if versions.vllm_minor() >= one.since]
 
 
@@ -47,7 +61,65 @@ def test_a_patch_fits_this_vllm(declared: patch.Patch) -> None:
     importlib.import_module(declared.module)
     assert patch.applied[declared.key] is declared
     assert not [problem for problem in patch.problems if problem.startswith(declared.key)]
-    assert declared.function.__doc__
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a module of SOURCE that is not yet imported."""
+    name = "mtpc_patched_module"
+    (tmp_path / f"{name}.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(patch, "applied", {})
+    monkeypatch.setattr(patch, "problems", [])
+    yield name
+    sys.modules.pop(name, None)
+    patch._after_import.waiting.pop(name, None)
+
+
+def doubling(module_name: str, attribute_name: str = "work", needs: tuple[str, ...] = ("value",)) -> patch.Patch:
+    @patch.patch(module_name, attribute_name, needs=needs)
+    def doubling(original: Callable, *args: object) -> tuple:
+        return original(*args), "twice"
+
+    return doubling
+
+
+def test_a_patch_waits_for_the_import_and_touches_no_other(module: str) -> None:
+    patch.apply(doubling(module))
+    import colorsys
+
+    assert module not in sys.modules and "exec_module" not in vars(colorsys.__loader__)
+    patched = importlib.import_module(module)
+    assert patched.work(3, 4) == (12, "twice") and patched.work.__doc__ == "Multiply."
+    assert patch.problems == []
+
+
+def test_imported_module_is_patched_at_once_and_once(module: str) -> None:
+    """Methods and static methods stay what they are."""
+    patched = importlib.import_module(module)
+    declared = [doubling(module, name) for name in ("work", "Box.make", "Box.keep")]
+    patch.apply(*declared, *declared)
+    assert patched.work(3, 4) == (12, "twice")
+    assert patched.Box.make(1) == (("made", 1), "twice") and patched.Box().keep(2) == (("kept", 2), "twice")
+
+
+@patch.patch("mtpc_patched_module", "work")
+def half_installed(original: Callable) -> Callable:
+    raise ImportError("half an install")
+
+
+@pytest.mark.parametrize(
+    ("declared", "said"),
+    [
+        (doubling("mtpc_patched_module", "gone", ()), ":gone .*AttributeError"),
+        (doubling("mtpc_patched_module", needs=("value", "temperature")), ":work .*no longer takes temperature"),
+        (half_installed, r":work \(ImportError: half an install\)"),
+    ],
+)
+def test_what_vllm_moved_is_reported_and_left_alone(module: str, declared: patch.Patch, said: str) -> None:
+    patch.apply(declared)
+    assert importlib.import_module(module).work(3, 4) == 12
+    assert len(patch.problems) == 1 and re.match(module + said, patch.problems[0])
 
 
 def test_registering_again_changes_nothing_and_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
