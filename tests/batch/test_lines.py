@@ -26,7 +26,7 @@ def test_all_forms_are_read(tmp_path):
         Line("7", "/v1/completions", {"prompt": "once", "temperature": 1, "max_tokens": 9}),
         Line("line-5", "/v1/chat/completions", {**lines[2], "max_tokens": 9, "temperature": 0}),
     ]
-    assert found.unnamed == 1
+    assert found.sha256
     (tmp_path / "ids.jsonl").write_text('{"prompt": "a", "custom_id": 0, "id": 5}\n{"prompt": "b", "stream": false}\n')
     zero, streaming = read(str(tmp_path / "ids.jsonl"), {"stream": True}).lines
     assert zero.id == "0" and "a batch has no streams" in zero.fault and not streaming.fault
@@ -50,7 +50,7 @@ def test_line_that_is_not_a_request_keeps_its_fault(tmp_path, text, fault):
     good, bad = read(str(tmp_path / "in.jsonl"), {}).lines
     assert not good.fault
     assert fault in bad.fault
-    assert record(bad, None, None, bad.fault)["error"]["message"] == bad.fault
+    assert record(bad, fault=bad.fault)["error"]["message"] == bad.fault
 
 
 def test_folders_globs_and_gzip(tmp_path):
@@ -69,7 +69,7 @@ def test_unreadable_input_is_refused(tmp_path):
         ("twice.jsonl", "id '1' is on lines 1 and 2"),
         ("empty.jsonl", "no line in it"),
         ("absent.jsonl", "cannot be read"),
-        ("nope*.jsonl", r"nope\*.jsonl: no file matches"),
+        ("nope*.jsonl", r"nope\*.jsonl: cannot be read: no file matches"),
     ):
         with pytest.raises(UsageError, match=message) as refused:
             read(str(tmp_path / name), {})
@@ -83,7 +83,7 @@ def input_(tmp_path):
 
 
 def answers(lines):
-    return "".join(json.dumps(record(line, 200, {})) + "\n" for line in lines)
+    return "".join(json.dumps(record(line, 200, "{}")) + "\n" for line in lines)
 
 
 @pytest.mark.parametrize("where", ["{tmp_path}/out", "memory://{name}"])
@@ -118,13 +118,13 @@ def test_parts_are_written_atomically(tmp_path, input_, monkeypatch):
 def test_answers_of_another_job_are_refused(tmp_path, input_):
     path = str(tmp_path / "out")
     Output(path).begin({"model": "m", "body": {}}, input_)
-    Output(path).begin({"model": "m", "body": {}}, input_._replace(sha256="grown"))  # its lines have ids
+    Output(path).begin({"model": "m", "body": {}}, input_._replace(lines=[]))  # its lines have ids
     with pytest.raises(UsageError, match="holds answers of another job"):
         Output(path).begin({"model": "other", "body": {}}, input_)
     unnamed = str(tmp_path / "unnamed")
-    Output(unnamed).begin({}, input_._replace(unnamed=1))
+    Output(unnamed).begin({}, input_._replace(sha256="a"))
     with pytest.raises(UsageError, match="an input that has changed"):
-        Output(unnamed).begin({}, input_._replace(unnamed=1, sha256="grown"))
+        Output(unnamed).begin({}, input_._replace(sha256="b"))
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="is a file; name a folder"):
         Output(str(tmp_path / "file"))

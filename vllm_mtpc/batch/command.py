@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib.util import find_spec
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from vllm_mtpc.batch import lines, worker
@@ -29,7 +30,6 @@ from vllm_mtpc.progress import Bar
 if TYPE_CHECKING:
     import argparse
 
-Parts = dict[str, list[lines.Line]]
 EXAMPLE = "vllm-mtpc batch --input FILE --output FOLDER --model TARGET"
 
 
@@ -47,16 +47,17 @@ def run(args: argparse.Namespace) -> int:
     read = lines.read(options.input, options.body)
     output = lines.Output(options.output)
     answered = output.begin({"model": options.model, "body": options.body}, read)
-    open_parts = lines.split_into_parts(read.lines, answered, options.part_lines)
-    done = len(read.lines) - sum(map(len, open_parts.values()))
+    left = lines.split_into_parts(read.lines, answered, options.part_lines)
+    done = len(read.lines) - sum(map(len, left.values()))
     if done:
         print(f"{done:,} of {len(read.lines):,} lines are answered already", file=sys.stderr)
-    if not open_parts:
+    if not left:
         print(f"nothing to do: {options.output} has the answers of all {len(read.lines):,} lines")
         return 0
     if options.is_on_ray and find_spec("ray") is None:
         raise UsageError(f"Ray is not installed; type: {install('ray')}, or leave --ray and --replicas out")
-    results = (_answer_on_ray if options.is_on_ray else _answer_here)(options, open_parts)
+    parts = [{"name": name, "lines": json.dumps(part)} for name, part in left.items()]
+    results = (_answer_on_ray if options.is_on_ray else _answer_here)(options, parts)
     started, total = time.monotonic(), Counter(lines=0, errors=0, tokens=0)
     engines: dict[str, Acceptance] = {}  # latest counters of each engine
     try:
@@ -66,43 +67,38 @@ def run(args: argparse.Namespace) -> int:
                 output.write(result["name"], result["text"])
                 total.update({name: result[name] for name in total})
                 counted = Acceptance(**json.loads(result["acceptance"]))
-                before = engines.get(result["engine"], counted)
-                if (counted.steps, counted.drafts) >= (before.steps, before.drafts):  # results come in any order
-                    engines[result["engine"]] = counted
+                before = engines.get(result["engine"], counted)  # results come in any order
+                engines[result["engine"]] = max(before, counted, key=attrgetter("steps", "drafts"))
                 rate = total["tokens"] / max(time.monotonic() - started, 1e-9)
                 bar.set_postfix_str(f"{rate:,.0f} tokens/s, {total['errors']} errors", refresh=False)
                 bar.update(result["lines"])
     except EngineFailed as error:
         print(error, file=sys.stderr)
         raise UsageError(f"the engine does not start: {error.reason}") from None
-    print(_summary(total, time.monotonic() - started, sum(engines.values(), Acceptance()), options.output))
+    seconds, accepted = time.monotonic() - started, sum(engines.values(), Acceptance())
+    steps = f", {accepted.tokens_per_step:.2f} tokens/step" if accepted.steps or accepted.drafts else ""
+    if pruned := accepted.pruned_line():
+        steps += f" ({pruned})"
+    print(
+        f"{total['lines']:,} lines answered, {total['errors']:,} of them with an error; {total['tokens']:,} tokens in "
+        f"{seconds:.0f} s with the start of engines: {total['tokens'] / max(seconds, 1e-9):,.0f} tokens/s{steps}; "
+        f"{options.output}"
+    )
     return 0
 
 
-def _summary(total: Counter[str], seconds: float, accepted: Acceptance, output: str) -> str:
-    steps = f", {accepted.tokens_per_step:.2f} tokens/step" if accepted.steps or accepted.drafts else ""
-    if cut := accepted.pruned_line():
-        steps += f" ({cut})"
-    return (
-        f"{total['lines']:,} lines answered, {total['errors']:,} of them with an error; {total['tokens']:,} tokens in "
-        f"{seconds:.0f} s with the start of engines: {total['tokens'] / max(seconds, 1e-9):,.0f} tokens/s{steps}; "
-        f"{output}"
-    )
-
-
-def _answer_here(options: BatchOptions, open_parts: Parts) -> Iterator[dict[str, Any]]:
+def _answer_here(options: BatchOptions, parts: list[dict[str, str]]) -> Iterator[dict[str, Any]]:
     engine = worker.Worker(options, worker.PROGRAM)
     pool = ThreadPoolExecutor(options.concurrent_parts)
     try:
-        asked = {pool.submit(engine.answer, part): name for name, part in open_parts.items()}
-        for future in as_completed(asked):
-            yield {"name": asked[future], **future.result()}
+        for future in as_completed([pool.submit(engine, part) for part in parts]):
+            yield future.result()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         engine.close()
 
 
-def _answer_on_ray(options: BatchOptions, open_parts: Parts) -> Iterator[dict[str, Any]]:
+def _answer_on_ray(options: BatchOptions, parts: list[dict[str, str]]) -> Iterator[dict[str, Any]]:
     """Yield parts as engines on Ray Data answer them.
 
     Each part is a separate block: Ray returns it when it is answered, and retries it if its actor or node dies. This
@@ -117,12 +113,11 @@ def _answer_on_ray(options: BatchOptions, open_parts: Parts) -> Iterator[dict[st
     context = DataContext.get_current()
     context.enable_progress_bars = False
     context.execution_options.preserve_order = False
-    rows = [{"name": name, "lines": json.dumps(part)} for name, part in open_parts.items()]
-    asked = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
+    asked = ray.data.from_items(parts, override_num_blocks=len(parts)).map(
         worker.Worker,
         fn_constructor_args=(options, worker.PROGRAM),
         compute=ActorPoolStrategy(
-            size=min(options.replicas, len(rows)),
+            size=min(options.replicas, len(parts)),
             max_tasks_in_flight_per_actor=options.concurrent_parts,
             max_concurrent_calls_per_actor=options.concurrent_parts,
             enable_true_multi_threading=True,

@@ -39,11 +39,10 @@ class Line(NamedTuple):
 
 
 class Input(NamedTuple):
-    """All lines of the files, and their digest."""
+    """All lines of the files; `sha256`: their digest if a line has no id, else None."""
 
     lines: list[Line]
-    sha256: str
-    unnamed: int  # lines without an id
+    sha256: str | None
 
 
 def read(path: str, defaults: dict[str, Any]) -> Input:
@@ -58,27 +57,27 @@ def read(path: str, defaults: dict[str, Any]) -> Input:
     """
     lines: list[Line] = []
     seen: dict[str, int] = {}
-    digest = hashlib.sha256()
-    unnamed = 0
+    digest, is_named = hashlib.sha256(), True
     for number, text in enumerate(_texts(path), 1):
         digest.update(text.encode())
         if not text.strip():
             continue
-        line, is_named = parse(text, number, defaults)
-        if line.id in seen:
-            raise UsageError(f"{path}: id {line.id!r} is on lines {seen[line.id]} and {number}; give each its own")
-        seen[line.id] = number
-        unnamed += not is_named
-        lines.append(line)
+        name, line = _parse(text, defaults)
+        if name is None:
+            name, is_named = f"line-{number}", False
+        if name in seen:
+            raise UsageError(f"{path}: id {name!r} is on lines {seen[name]} and {number}; give each its own")
+        seen[name] = number
+        lines.append(line._replace(id=name))
     if not lines:
         raise UsageError(
             f"{path}: no line in it; a line is {{'prompt': ...}}, {{'messages': ...}} or OpenAI's batch form"
         )
-    return Input(lines, digest.hexdigest(), unnamed)
+    return Input(lines, None if is_named else digest.hexdigest())
 
 
-def parse(text: str, number: int, defaults: dict[str, Any]) -> tuple[Line, bool]:
-    """Return a line, and whether the input names its id."""
+def _parse(text: str, defaults: dict[str, Any]) -> tuple[str | None, Line]:
+    """Return the id that the input has, and the line without it."""
     name = None
     try:
         given = json.loads(text)
@@ -90,11 +89,11 @@ def parse(text: str, number: int, defaults: dict[str, Any]) -> tuple[Line, bool]
         body = {**defaults, **body}
         if body.get("stream"):
             raise ValueError("stream: a batch has no streams; remove it")
-        line = Line("", url, body)
+    except json.JSONDecodeError as error:
+        return name, Line("", fault=f"not JSON: {error}")
     except ValueError as error:
-        is_json = not isinstance(error, json.JSONDecodeError)
-        line = Line("", fault=str(error) if is_json else f"not JSON: {error}")
-    return line._replace(id=f"line-{number}" if name is None else name), name is not None
+        return name, Line("", fault=str(error))
+    return name, Line("", url, body)
 
 
 def _request(given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -124,12 +123,10 @@ def _texts(path: str) -> Iterator[str]:
         else:
             files = sorted(system.glob(place)) if "*" in place else [place]
         if not files:
-            raise UsageError(f"{path}: no file matches; name a file of lines, a glob or a folder with .jsonl files")
+            raise OSError("no file matches; name a file of lines, a glob or a folder with .jsonl files")
         for name in files:
             with system.open(name, "rt", encoding="utf-8", compression="infer") as file:
                 yield from file
-    except UsageError:
-        raise
     except (ImportError, OSError, ValueError) as error:  # ImportError: fsspec says what to install
         raise UsageError(f"{path}: cannot be read: {error}") from None
 
@@ -150,7 +147,7 @@ class Output:
 
     def begin(self, job: dict[str, Any], read: Input) -> set[str]:
         """Return the answered ids. Raises UsageError if the folder has answers of another job."""
-        wanted = {**job, "input_sha256": read.sha256 if read.unnamed else None}
+        wanted = {**job, "input_sha256": read.sha256}
         try:
             self._system.invalidate_cache()  # of listings of the folder
             self._system.makedirs(self._place, exist_ok=True)
@@ -158,22 +155,17 @@ class Output:
                 self.write(JOB, json.dumps(wanted, indent=1) + "\n")
                 return set()
             before = json.loads(self._system.cat_file(f"{self._place}/{JOB}"))
-            answered = self._answered()
+            answered = set()
+            for file in self._system.ls(self._place, detail=False):  # no glob: a folder's name may contain brackets
+                if re.fullmatch(r"part-.*\.jsonl", file.rsplit("/", 1)[-1]):
+                    with self._system.open(file, "rt", encoding="utf-8") as lines:
+                        answered |= {json.loads(line)["custom_id"] for line in lines}
         except OSError as error:
             raise UsageError(f"--output {self.path}: {error}") from None
         for key, there, _ in differing(before, wanted):
             what = "an input that has changed, or lines without ids" if key == "input_sha256" else f"{key} {there!r}"
             raise UsageError(f"--output {self.path} holds answers of another job ({what}); name another folder")
         return answered
-
-    def _answered(self) -> set[str]:
-        ids = set()
-        for file in self._system.ls(self._place, detail=False):  # no glob: a folder's name may contain brackets
-            name = file.rsplit("/", 1)[-1]
-            if name.startswith("part-") and name.endswith(".jsonl"):
-                with self._system.open(file, "rt", encoding="utf-8") as lines:
-                    ids |= {json.loads(line)["custom_id"] for line in lines}
-        return ids
 
     def write(self, name: str, text: str) -> None:
         """Write a part atomically: object stores do, and a local file is renamed when it is complete."""
@@ -200,8 +192,12 @@ def digest(ids: Iterable[str], between: str = "\n") -> str:
     return hashlib.sha256(between.join(ids).encode()).hexdigest()
 
 
-def record(line: Line, status: int | None, body: Any, fault: str = "") -> dict[str, Any]:
-    """Return a line of a part; the error of a server is also in the response's body."""
+def record(line: Line, status: int | None = None, text: str = "", fault: str = "") -> dict[str, Any]:
+    """Return a line of a part for the server's answer, or for a fault; the error of a server is also in its body."""
+    try:
+        body = json.loads(text)
+    except json.JSONDecodeError:
+        body = text
     if not fault and status is not None and status >= 400:
         error = body.get("error", body) if isinstance(body, dict) else body
         fault = error.get("message", str(error)) if isinstance(error, dict) else str(error)

@@ -71,7 +71,7 @@ class RegenerateOptions(BaseModel):
 
     def meta(self) -> dict[str, Any]:
         """Return the settings that determine the text: a file is continued with equal ones only."""
-        return self.model_dump(exclude={"out", "tensor_parallel_size", "kv_cache_memory"})
+        return self.model_dump(mode="json", exclude={"out", "tensor_parallel_size", "kv_cache_memory"})
 
     def arguments(self, has_tokenizer: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the arguments of the engine and of the requests' sampling, without `max_tokens`."""

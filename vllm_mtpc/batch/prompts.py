@@ -86,26 +86,24 @@ def _prompts(options: RegenerateOptions, tokenizer: PreTrainedTokenizerBase | No
         elif tokenizer is None:
             raise UsageError(f"{origin}: needs a tokenizer, and the target has none; give prompt_ids")
         elif "messages" in record:
-            yield from _of_chat(origin, record["messages"], tokenizer)
+            if not is_chat(messages := record["messages"]):
+                raise UsageError(f"{origin}: messages must be a list of objects with role and content; correct it")
+            turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+            before = messages[: turns[-1]] if turns else messages  # the target generates the last turn again
+            if before and before[-1]["role"] != "assistant":
+                yield tuple(chat_prompt(before, tokenizer, f"{origin}: ")), before
         elif isinstance(record.get("text"), str):
             yield from cut(tokenizer(record["text"], verbose=False)["input_ids"])
         else:
             raise UsageError(f"{origin}: keys {', '.join(record)}; a record must be one of {FORMS}")
 
 
-def _of_chat(origin: str, messages: Messages, tokenizer: PreTrainedTokenizerBase) -> Iterator[Prompt]:
-    """Yield the conversation before the last assistant turn, which the target generates again."""
-    if not is_chat(messages):
-        raise UsageError(f"{origin}: messages must be a list of objects with role and content; correct it")
-    last = max((index for index, message in enumerate(messages) if message["role"] == "assistant"), default=None)
-    before = messages[:last]
-    if not before or before[-1]["role"] == "assistant":
-        return
-    yield tuple(chat_prompt(before, tokenizer, f"{origin}: ")), before
-
-
 def _cutter(options: RegenerateOptions, tokenizer: PreTrainedTokenizerBase | None) -> Any:
-    """Return a function that takes prompts from text: its beginning, or crops at positions drawn with the seed."""
+    """Return a function that yields the prompts of a text: its beginning, or crops at positions drawn with the seed.
+
+    Every second crop starts at a line of the text. The tokenizer's begin-of-text token is repeated before the crops of
+    a text that has it, unless it is the end-of-text token too. A text shorter than `prompt_tokens` is one prompt.
+    """
     length, texts = options.prompt_tokens, count()
     begin, end = (getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id"))
 
@@ -114,18 +112,12 @@ def _cutter(options: RegenerateOptions, tokenizer: PreTrainedTokenizerBase | Non
         return tokenizer is not None and tokenizer.decode([token]).endswith("\n")
 
     def cut(tokens: list[int]) -> Iterator[Prompt]:
-        """Yield prompts of `prompt_tokens` tokens of a document; a shorter document is one prompt.
-
-        Every second crop starts at a line of the text. The tokenizer's begin-of-text token is repeated before the crops
-        of a document that has it, unless it is the end-of-text token too.
-        """
         generator = random.Random(f"{options.seed}:{next(texts)}")
         tokens = tokens[:-1] if tokens and tokens[-1] == end else tokens
         lead = [begin] if begin is not None and begin != end and tokens and tokens[0] == begin else []
         last = len(tokens) - length
-        if options.crops == 0 or last <= 0:
-            starts = [0] if tokens else []
-        else:
+        starts = [0] if tokens else []
+        if options.crops and last > 0:
             lines = [place for place in range(1, last + 1) if ends_line(tokens[place - 1])]
             starts = [
                 generator.choice(lines) if crop % 2 and lines else generator.randint(0, last)

@@ -6,11 +6,12 @@ before the head is trained.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -32,7 +33,6 @@ from vllm_mtpc.progress import Bar
 
 if TYPE_CHECKING:
     import argparse
-    from typing import Self
 
     from vllm_mtpc.batch.prompts import Request
 
@@ -45,16 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    print(f"responses: {regenerate(parse(typed(args, RegenerateOptions)))}")
-    return 0
-
-
-def parse(values: dict[str, Any]) -> RegenerateOptions:
-    """Return validated options; raises UsageError."""
     try:
-        return RegenerateOptions.model_validate(values)
+        options = RegenerateOptions.model_validate(typed(args, RegenerateOptions))
     except ValidationError as error:
         raise UsageError(f"regenerate: {one_line(error, RegenerateOptions)}") from None
+    print(f"responses: {regenerate(options)}")
+    return 0
 
 
 def regenerate(options: RegenerateOptions) -> Path:
@@ -67,6 +63,7 @@ def regenerate(options: RegenerateOptions) -> Path:
 
     Raises:
         UsageError: vLLM is missing or fails, there are no prompts, or the file was made with other settings.
+        OSError: the file cannot be written; the responses in it are complete.
     """
     if find_spec("vllm") is None:
         raise UsageError(f"responses are written by vllm, which is not installed; type: {SETUP}")
@@ -75,9 +72,26 @@ def regenerate(options: RegenerateOptions) -> Path:
 
     tokenizer = tokenizer_if_any(options.target)
     requests = collect(options, tokenizer)
-    with Responses(options.out, options.meta(), {request.id for request in requests}) as output:
-        left = [request for request in requests if request.id not in output.done]
-        skipped = _write(options, left, len(requests), tokenizer, output) if left else 0
+    done = _resume(options, sorted({request.id for request in requests}))
+    left = {request.id: request for request in requests if request.id not in done}
+    if not left:
+        return options.out
+    skipped = written = 0
+    with (
+        open(options.out, "ab", buffering=0) as file,
+        Bar(total=len(requests), initial=len(requests) - len(left), desc="responses", unit="response") as bar,
+    ):
+        bar.set_postfix_str("vLLM is starting")
+        with _engine(options, list(left.values()), tokenizer is not None) as waves:
+            begun = time.monotonic()
+            bar.unpause()
+            for answers in waves:
+                responses = [answer for answer in answers if "response_ids" in answer]
+                _append(file, [left[answer["id"]].line(answer, tokenizer) for answer in responses])
+                skipped += len(answers) - len(responses)
+                written += sum(len(answer["response_ids"]) for answer in responses)
+                bar.set_postfix_str(f"{written / max(time.monotonic() - begun, 1e-3):,.0f} tokens/s", refresh=False)
+                bar.update(len(answers))
     if skipped == len(requests):
         raise UsageError(
             f"all {skipped} prompts are longer than target {options.target} can continue; "
@@ -86,25 +100,6 @@ def regenerate(options: RegenerateOptions) -> Path:
     if skipped:
         print(f"regenerate: skipped {skipped} of {len(requests)} prompts: no room for a response", file=sys.stderr)
     return options.out
-
-
-def _write(options: RegenerateOptions, left: list[Request], total: int, tokenizer: Any, output: Responses) -> int:
-    """Write the responses to `left` as they come; return the number of skipped prompts."""
-    by_id = {request.id: request for request in left}
-    skipped = written = 0
-    with Bar(total=total, initial=total - len(left), desc="responses", unit="response") as bar:
-        bar.set_postfix_str("vLLM is starting")
-        with _engine(options, left, tokenizer is not None) as waves:
-            begun = time.monotonic()
-            bar.unpause()
-            for answers in waves:
-                responses = [answer for answer in answers if "response_ids" in answer]
-                output.append([by_id[answer["id"]].line(answer, tokenizer) for answer in responses])
-                skipped += len(answers) - len(responses)
-                written += sum(len(answer["response_ids"]) for answer in responses)
-                bar.set_postfix_str(f"{written / max(time.monotonic() - begun, 1e-3):,.0f} tokens/s", refresh=False)
-                bar.update(len(answers))
-    return skipped
 
 
 @contextmanager
@@ -142,63 +137,24 @@ def _engine(
     log.unlink(missing_ok=True)
 
 
-class Responses:
-    """The output file, open at its end; `done` has its ids.
+def _resume(options: RegenerateOptions, ids: list[str]) -> set[str]:
+    """Return the ids in the output file and remove its incomplete last line; a new file gets its settings.
 
     Args:
-        path: of the file; an incomplete last line is removed.
-        meta: settings of the responses.
+        options: `out` is the file.
         ids: of all responses of the run.
 
     Raises:
         MtpcError: the file belongs to another run.
     """
+    from vllm_mtpc.checkpoint.save import package_versions
 
-    def __init__(self, path: Path, meta: dict[str, Any], ids: set[str]) -> None:
-        from vllm_mtpc.checkpoint.save import package_versions
-
-        self.path = path
-        meta = json.loads(json.dumps({**meta, "prompts": digest(sorted(ids), "")}))
-        side = path.with_name(path.name + ".meta.json")
-        try:
-            if path.exists() and path.stat().st_size:
-                _check_meta(path, side, meta)
-                self.done = _read_ids(path)
-            else:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                replace_file(side, (json.dumps({**meta, "versions": package_versions()}, indent=2) + "\n").encode())
-                self.done = set()
-            self._file = open(path, "ab", buffering=0)  # noqa: SIM115
-        except OSError as error:
-            raise self._unwritable(error, "") from None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._file.close()
-
-    def append(self, lines: Sequence[dict[str, Any]]) -> None:
-        """Append lines and wait until they are on the disk. Raises UsageError if they cannot be written."""
-        data = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode("utf-8", "surrogatepass")
-        end = os.fstat(self._file.fileno()).st_size
-        try:
-            while data:
-                data = data[self._file.write(data) :]
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            self._file.truncate(end)  # without an incomplete line
-            raise self._unwritable(error, f"; the {len(self.done)} responses in it are whole") from None
-        self.done.update(line["id"] for line in lines)
-
-    def _unwritable(self, error: OSError, more: str) -> UsageError:
-        return UsageError(
-            f"{self.path} could not be written ({error.strerror}){more}; correct that and run again: it continues"
-        )
-
-
-def _check_meta(path: Path, side: Path, meta: dict[str, Any]) -> None:
-    """Raise UsageError for a file with other settings."""
+    path, meta = options.out, {**options.meta(), "prompts": digest(ids, "")}
+    side = path.with_name(path.name + ".meta.json")
+    if not path.exists() or not path.stat().st_size:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(side, (json.dumps({**meta, "versions": package_versions()}, indent=2) + "\n").encode())
+        return set()
     if not side.exists():
         raise UsageError(f"{path} is there without {side.name}; name another file, or remove it")
     if found := differing(read_json(side), meta):
@@ -206,10 +162,6 @@ def _check_meta(path: Path, side: Path, meta: dict[str, Any]) -> None:
         raise UsageError(
             f"{path} was made with other settings: {settings}; give the same ones to continue it, or name another file"
         )
-
-
-def _read_ids(path: Path) -> set[str]:
-    """Return the ids of the complete lines; remove an incomplete last line."""
     done, end = set(), 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
@@ -222,3 +174,16 @@ def _read_ids(path: Path) -> set[str]:
                 raise UsageError(f"{path}:{number}: not a response; remove the line and run again") from None
     os.truncate(path, end)
     return done
+
+
+def _append(file: io.FileIO, lines: list[dict[str, Any]]) -> None:
+    """Append lines and wait until they are on the disk; a failure leaves no incomplete line."""
+    data = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode("utf-8", "surrogatepass")
+    end = os.fstat(file.fileno()).st_size
+    try:
+        while data:
+            data = data[file.write(data) :]
+        os.fsync(file.fileno())
+    except OSError as error:
+        file.truncate(end)
+        raise OSError(error.errno, error.strerror, file.name) from None

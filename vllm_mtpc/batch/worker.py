@@ -20,12 +20,12 @@ from vllm_mtpc.batch.lines import Line, record
 from vllm_mtpc.batch.options import BatchOptions
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.options import API_KEY
-from vllm_mtpc.engine.server import PROGRAM, VllmServer
+from vllm_mtpc.engine.server import JSON, PROGRAM, VllmServer
 from vllm_mtpc.errors import EngineFailed
 
 
 class Worker:
-    """Thread-safe: parts may be answered concurrently. Ray Data calls it with rows, see `__call__`.
+    """Thread-safe: parts may be answered concurrently.
 
     Args:
         options: of the job.
@@ -41,13 +41,16 @@ class Worker:
         self._is_closed = False
         self._call(self._start())
 
-    def answer(self, lines: list[Line]) -> dict[str, Any]:
-        """Return {"text": the part's lines, "lines", "errors", "tokens", "engine", "acceptance": counters so far}."""
-        return self._call(self._answer(lines))
+    def __call__(self, part: dict[str, Any]) -> dict[str, Any]:
+        """Answer a part, a row of Ray Data.
 
-    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Answer a row of Ray Data, {"name", "lines": JSON}."""
-        return {"name": row["name"], **self.answer([Line(*values) for values in json.loads(row["lines"])])}
+        Args:
+            part: {"name", "lines": JSON}.
+
+        Returns:
+            {"name", "text": the part's answers, "lines", "errors", "tokens", "engine", "acceptance": counters so far}.
+        """
+        return self._call(self._answer(part["name"], [Line(*values) for values in json.loads(part["lines"])]))
 
     def close(self) -> None:
         """End the engine; pending requests fail."""
@@ -74,32 +77,36 @@ class Worker:
                 await dead.close()
                 await self._start()
 
-    async def _answer(self, lines: list[Line]) -> dict[str, Any]:
+    async def _answer(self, name: str, lines: list[Line]) -> dict[str, Any]:
         answers = await asyncio.gather(*(self._ask(line) for line in lines))
+        try:
+            acceptance = Acceptance.read(await self._server.text("/metrics"))
+        except EngineFailed:  # its counters are lost, the answers are not
+            acceptance = Acceptance()
         return {
+            "name": name,
             "text": "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers),
             "lines": len(answers),
             "errors": sum(answer["error"] is not None for answer in answers),
             "tokens": sum(map(_tokens, answers)),
             "engine": self._name,
-            "acceptance": json.dumps(asdict(await self._acceptance())),
+            "acceptance": json.dumps(asdict(acceptance)),
         }
 
     async def _ask(self, line: Line) -> dict[str, Any]:
         if line.fault:
-            return record(line, None, None, line.fault)
+            return record(line, fault=line.fault)
         body = json.dumps(line.body).encode()
         for attempt in range(self._options.attempts):
             is_last = 0 < attempt == self._options.attempts - 1
             async with self._alone() if is_last else self._slots:
                 server = self._server
                 try:
-                    async with server.ask("POST", line.url, body, {"Content-Type": "application/json"}) as answer:
-                        text = await answer.text()
-                        return record(line, answer.status, _json(text))
+                    async with server.ask("POST", line.url, body, JSON) as answer:
+                        return record(line, answer.status, await answer.text())
                 except EngineFailed:
                     await self._revive(server)
-        return record(line, None, None, f"the engine died while it answered, {self._options.attempts} times in a row")
+        return record(line, fault=f"the engine died while it answered, {self._options.attempts} times in a row")
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
@@ -113,22 +120,9 @@ class Worker:
             for _ in range(self._options.in_flight):
                 self._slots.release()
 
-    async def _acceptance(self) -> Acceptance:
-        try:
-            return Acceptance.read(await self._server.text("/metrics"))
-        except EngineFailed:  # its counters are lost, the answers are not
-            return Acceptance()
-
 
 def _tokens(answer: dict[str, Any]) -> int:
     """Return the number of generated tokens, counted by the server."""
     body = (answer["response"] or {}).get("body")
     usage = body.get("usage") if isinstance(body, dict) else None
     return (usage or {}).get("completion_tokens") or 0
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
