@@ -1,8 +1,7 @@
 """A rank's part of a vocabulary divided over a tensor-parallel group, and the exchanges between ranks.
 
-All-gathers copy bits, so every rank drafts the same tokens. Small leaves are gathered whole, with the two numbers per
-component that x_1 needs (`join`). Of large leaves the ranks exchange a number per component for each normaliser and
-drafted token, and the conditionals, an r-th of the logits (`evidence`, `normalisers`, `whole`, `at`).
+All-gathers copy bits, so all ranks draft the same tokens. Small leaves are gathered whole (`join`). Of large leaves the
+ranks exchange a number per component for each normaliser and drafted token, and the conditionals.
 """
 
 from __future__ import annotations
@@ -44,13 +43,10 @@ class Shard(NamedTuple):
         batch, num_drafts, r, _ = logits.shape
         own = F.pad(logits, (0, self.rows - logits.shape[3])).flatten(1)
         numbers = terms.contiguous().flatten(1).view(logits.dtype)  # as bits: not rounded
-        parts = self.gather(torch.cat([numbers, own], dim=1)).view(self.size, batch, -1)
-        width = numbers.shape[1]
+        parts, width = self.gathered(torch.cat([numbers, own], dim=1)), numbers.shape[1]
         norms, picked = parts[..., :width].contiguous().view(torch.float32).view(self.size, batch, 2, r).unbind(2)
-        whole = parts[..., width:].unflatten(2, (num_drafts, r, self.rows)).permute(1, 2, 3, 0, 4)
-        return picked.amax(dim=0) - norms.logsumexp(dim=0), whole.reshape(batch, num_drafts, r, -1)[
-            ..., : self.vocab_size
-        ]
+        whole = parts[..., width:].unflatten(2, (num_drafts, r, self.rows)).permute(1, 2, 3, 0, 4).flatten(3)
+        return picked.amax(dim=0) - norms.logsumexp(dim=0), whole[..., : self.vocab_size]
 
     def evidence(self, terms: Tensor) -> Tensor:
         """Return the evidence [B, r] of x_1 from this rank's `leaf.terms` [B, 2, r]."""

@@ -34,7 +34,7 @@ class SuffixTable(nn.Module):
         super().__init__()
         if any(not 0 < len(key) <= max_length for key in subwords):
             raise CheckpointError(
-                f"keys of expand_input_ids_dict have more than {max_length} tokens; restore config.json"
+                f"expand_input_ids_dict: a key has more than {max_length} tokens; restore config.json"
             )
         powers = torch.tensor([1, *[_BASE] * (max_length - 1)]).cumprod(0)
         keys = torch.tensor([[*key, *[ABSENT] * (max_length - len(key))] for key in subwords])

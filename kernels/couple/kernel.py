@@ -42,9 +42,9 @@ def accept(
     else:
         is_coupled, kept, count = others
     if num_reqs:
-        arguments = {"token_ptr": tokens.contiguous(), "draft_ptr": drafts.contiguous(), "kept_ptr": kept}
-        arguments |= {"begins_ptr": cu_num_logits.contiguous(), "coupled_ptr": is_coupled.int().contiguous()}
-        # one column more than width, so that a minimum exists
-        sizes = {"width": width, "WIDTH": triton.next_power_of_2(width + 1), "SOME": others is not None}
-        _accept_rows[(num_reqs,)](**arguments, count_ptr=count, **sizes, num_warps=1)
+        _accept_rows[(num_reqs,)](
+            token_ptr=tokens.contiguous(), draft_ptr=drafts.contiguous(), begins_ptr=cu_num_logits.contiguous(),
+            coupled_ptr=is_coupled.int().contiguous(), kept_ptr=kept, count_ptr=count, width=width,
+            WIDTH=triton.next_power_of_2(width + 1), SOME=others is not None, num_warps=1,  # + 1: a minimum exists
+        )  # fmt: skip
     return kept, count

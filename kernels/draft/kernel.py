@@ -1,15 +1,15 @@
 """`naive.draft` in Triton: drafts, their conditionals in a cache like vLLM's `draft_logits`, and confidences.
 
 Two paths store the same (README.md): one launch for all drafts of small leaves, and blocks of the vocabulary for large
-ones, in two launches before the first draft and two for each draft, or in five for each draft where leaves are
-conditioned on the token before. The ranks of a divided vocabulary take the second path. They exchange normalisers
-before the first draft (conditioned leaves: at every draft), one record per draft, and the conditionals at the end.
+ones. The ranks of a divided vocabulary take the second path. They exchange normalisers before the first draft
+(conditioned leaves: at every draft), one record per draft, and the conditionals at the end.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -48,18 +48,6 @@ class Batch:
     draw: bool
 
 
-class Buffers(NamedTuple):
-    """State of the circuits and partial results between launches; R: r rounded up to a power of two."""
-
-    tops: Tensor  # [B, leaves, blocks, R], maximum of every component in every block
-    totals: Tensor  # [B, leaves, blocks, R], sum of exp(logit - maximum)
-    norms: Tensor  # [B, leaves, R]; leaves: all K, or 1 where each is normalised after the draft before it
-    state: Tensor  # [1 + DEPTH, B, R]
-    records: Tensor  # [blocks, B, RECORD + R]
-    bias: Tensor | None  # [B, width], of the token before a draft
-    columns: Tensor | None  # [B, K, width], this rank's conditionals
-
-
 class Drafter:
     """Drafts of batches of circuits of one program.
 
@@ -91,9 +79,7 @@ class Drafter:
         shard: Shard | None = None,
     ) -> None:
         if not 1 <= num_components <= MAX_COMPONENTS:
-            raise ValueError(
-                f"num_components={num_components}: the kernel takes 1 to {MAX_COMPONENTS}; use naive.draft"
-            )
+            raise ValueError(f"num_components={num_components} is not in 1 to {MAX_COMPONENTS}; use naive.draft")
         self.program, depth = encode(program, device)
         size = triton.next_power_of_2(num_components)
         small = shard is None and is_small(num_components, vocab_size)
@@ -188,76 +174,61 @@ class Drafter:
             DEPTH=self.sizes["DEPTH"], BLOCKS=self.num_blocks, UNIT=batch.unit, RANK=rank, CHUNK=chunk, **REGISTERS,
         )  # fmt: skip
 
-    def _buffers(self, batch: Batch) -> Buffers:
-        """Allocate the buffers of the path in blocks."""
-        (num_reqs, num_drafts, _, _), cache, has_bias = batch.shape, batch.cache["cache_ptr"], batch.bigram is not None
-        size, blocks, leaves = self.sizes["R"], self.num_blocks, 1 if has_bias else num_drafts
-        width = -(-self.width // 16) * 16  # a stride that is specialised alike, whatever the batch and K
-
-        def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=batch.leaf["leaf_ptr"].device)
-
-        record_dtype = torch.float64 if self.noise["USE_FP64"] else torch.float32
-        is_cached_apart = self.shard is not None and cache is not None
-        return Buffers(
-            tops=buffer(num_reqs, leaves, blocks, size),
-            totals=buffer(num_reqs, leaves, blocks, size),
-            norms=buffer(num_reqs, leaves, size),
-            state=buffer(1 + self.sizes["DEPTH"], num_reqs, size),
-            records=buffer(blocks, num_reqs, launches.RECORD.value + size, dtype=record_dtype),
-            bias=buffer(num_reqs, width) if has_bias else None,
-            columns=buffer(num_reqs, num_drafts, width, dtype=cache.dtype) if is_cached_apart else None,
-        )
-
     def _draft_blocks(self, batch: Batch) -> None:
-        """The path in blocks of the vocabulary."""
+        """The path in blocks of the vocabulary; R: r rounded up to a power of two."""
         num_reqs, num_drafts, r, vocab_size = batch.shape
-        shard, blocks, cache = self.shard, self.num_blocks, batch.cache["cache_ptr"]
-        begin, held = None, self._buffers(batch)
+        shard, blocks, size, bigram = self.shard, self.num_blocks, self.sizes["R"], batch.bigram
+        begin, cache, columns, written = None, batch.cache["cache_ptr"], None, batch.cache
+        leaves = num_drafts if bigram is None else 1  # normalised together
+        width = -(-self.width // 16) * 16  # a stride that is specialised alike, whatever the batch and K
+        buffer = partial(torch.empty, dtype=torch.float32, device=batch.leaf["leaf_ptr"].device)
+        tops, totals = (buffer(num_reqs, leaves, blocks, size) for _ in range(2))
+        norms = buffer(num_reqs, leaves, size)
+        state = buffer(1 + self.sizes["DEPTH"], num_reqs, size)
+        record_dtype = torch.float64 if self.noise["USE_FP64"] else torch.float32
+        records, count = buffer(blocks, num_reqs, launches.RECORD.value + size, dtype=record_dtype), blocks
+        bias = None if bigram is None else buffer(num_reqs, width)
         if shard is not None:
-            vocab_size, begin = shard.stop - shard.start, shard.start
-        bias = {"bias_ptr": held.bias, "bias_stride": 0 if held.bias is None else held.bias.shape[1]}
-        leaves = held.norms.shape[1]  # normalised together
-        written = batch.cache if held.columns is None else _cache_arguments(held.columns)
+            vocab_size, begin, count = shard.stop - shard.start, shard.start, shard.size
+            if cache is not None:  # this rank's conditionals
+                columns = buffer(num_reqs, num_drafts, width, dtype=cache.dtype)
+                written = _cache_arguments(columns)
+        biases = {"bias_ptr": bias, "bias_stride": 0 if bias is None else width}
         shared = {"r": r, **self.sizes}
         for k in range(num_drafts):
-            if held.bias is not None:
-                self._add_bias(batch, k, held.bias, vocab_size)
+            if bias is not None:
+                self._add_bias(batch, k, bias, vocab_size)
             if k % leaves == 0:
                 launches.leaf_blocks[(blocks, leaves, num_reqs)](
-                    **batch.leaf, **bias, draft=k, top_ptr=held.tops, total_ptr=held.totals,
+                    **batch.leaf, **biases, draft=k, top_ptr=tops, total_ptr=totals,
                     num_drafts=leaves, r=r, vocab_size=vocab_size, UNIT=batch.unit, **self.tile,
                 )  # fmt: skip
                 launches.start_rows[(leaves, num_reqs)](
-                    **batch.circuit, top_ptr=held.tops, total_ptr=held.totals, norm_ptr=held.norms,
-                    state_ptr=held.state, num_drafts=leaves, num_blocks=blocks, **shared,
-                    CHUNK=max(1, BLOCKED_TILE // self.sizes["R"]), START=k == 0,
+                    **batch.circuit, top_ptr=tops, total_ptr=totals, norm_ptr=norms, state_ptr=state,
+                    num_drafts=leaves, num_blocks=blocks, **shared, CHUNK=max(1, BLOCKED_TILE // size), START=k == 0,
                 )  # fmt: skip
-                norms = held.norms if shard is None else shard.normalisers(held.norms)
+                whole_norms = norms if shard is None else shard.normalisers(norms)
             launches.draft_blocks[(blocks, num_reqs)](
-                **batch.leaf, **bias, norm_ptr=norms, state_ptr=held.state, **batch.requests, **written,
-                record_ptr=held.records, k=k, num_drafts=num_drafts, r=r, vocab_size=vocab_size, begin=begin,
+                **batch.leaf, **biases, norm_ptr=whole_norms, state_ptr=state, **batch.requests, **written,
+                record_ptr=records, k=k, num_drafts=num_drafts, r=r, vocab_size=vocab_size, begin=begin,
                 **self.noise, DRAW=batch.draw, UNIT=batch.unit, **self.tile,
             )  # fmt: skip
-            records, count = held.records, blocks
-            if shard is not None:
-                records, count = shard.gather(self._nominate(records)), shard.size
             launches.choose[(num_reqs,)](
-                record_ptr=records, inner_ptr=batch.circuit["inner_ptr"], program_ptr=self.program,
-                state_ptr=held.state, slot_ptr=batch.requests["slot_ptr"],
-                temperature_ptr=batch.requests["temperature_ptr"], **batch.outputs,
+                record_ptr=records if shard is None else shard.gather(self._nominate(records)),
+                inner_ptr=batch.circuit["inner_ptr"], program_ptr=self.program, state_ptr=state,
+                slot_ptr=batch.requests["slot_ptr"], temperature_ptr=batch.requests["temperature_ptr"], **batch.outputs,
                 k=k, num_drafts=num_drafts, num_inner=batch.circuit["num_inner"], count=count, **shared,
                 DRAW=batch.draw, COUNT=triton.next_power_of_2(count),
             )  # fmt: skip
-        if shard is not None and held.columns is not None:
+        if shard is not None and columns is not None:
             launches.spread[(blocks * shard.size, num_drafts, num_reqs)](
-                log_q_ptr=shard.gather(held.columns.flatten(1)), slot_ptr=batch.requests["slot_ptr"], **batch.cache,
-                num_drafts=num_drafts, rows=shard.rows, width=held.columns.shape[2],
-                vocab_size=cache.shape[2], BLOCK=self.tile["BLOCK"],
+                log_q_ptr=shard.gather(columns.flatten(1)), slot_ptr=batch.requests["slot_ptr"], **batch.cache,
+                num_drafts=num_drafts, rows=shard.rows, width=width, vocab_size=cache.shape[2],
+                BLOCK=self.tile["BLOCK"],
             )  # fmt: skip
 
     def _nominate(self, records: Tensor) -> Tensor:
-        """This rank's record [B, RECORD + R] of a draft, from those of its blocks."""
+        """Return this rank's record [B, RECORD + R] of a draft, from those of its blocks [blocks, B, RECORD + R]."""
         blocks, num_reqs, size = records.shape
         nominee = records.new_empty(num_reqs, size)
         sizes = {"num_blocks": blocks, "R": self.sizes["R"], "BLOCKS": triton.next_power_of_2(blocks)}

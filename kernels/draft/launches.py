@@ -331,7 +331,7 @@ def spread(
 
 
 @triton.jit
-def load_conditioned(
+def load_biased(
     leaf_ptr, z_stride, source_ptr, target_ptr, target_stride, token, vocab_size, r,
     R: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -381,17 +381,13 @@ def draft_rows(
         top = tl.full([R], float("-inf"), tl.float32)
         total = tl.full([R], 0.0, tl.float32)
         if BLOCKS == 1:
-            tile = load_conditioned(
-                leaf, z_stride, source, target, target_stride, in_block, vocab_size, r, R, RANK, CHUNK
-            )
+            tile = load_biased(leaf, z_stride, source, target, target_stride, in_block, vocab_size, r, R, RANK, CHUNK)
             top, total = add_block(tile, top, total)
         else:
             for block in range(BLOCKS):
                 token = block * BLOCK + in_block
-                logits = load_conditioned(
-                    leaf, z_stride, source, target, target_stride, token, vocab_size, r, R, RANK, CHUNK
-                )
-                top, total = add_block(logits, top, total)
+                tile = load_biased(leaf, z_stride, source, target, target_stride, token, vocab_size, r, R, RANK, CHUNK)
+                top, total = add_block(tile, top, total)
         norm = machine.finite(top) + tl.log(total)
 
         largest = tl.full([], float("-inf"), tl.float64 if USE_FP64 else tl.float32)
@@ -402,9 +398,7 @@ def draft_rows(
         for block in range(BLOCKS):
             token = block * BLOCK + in_block
             if BLOCKS > 1:
-                tile = load_conditioned(
-                    leaf, z_stride, source, target, target_stride, token, vocab_size, r, R, RANK, CHUNK
-                )
+                tile = load_biased(leaf, z_stride, source, target, target_stride, token, vocab_size, r, R, RANK, CHUNK)
             log_q = mixture(tile, weights, norm)
             mask = token < vocab_size
             if cache_ptr is not None:

@@ -1,11 +1,9 @@
 """The machine of `program.py` as Triton functions; `naive.filter_weights` made of them, with its backward.
 
-One launch runs one program instance per circuit. Vectors [R] have r values, R = next power of two; values beyond r are
--inf in weights, stack and messages of a sum, and -inf or finite in evidence. The stack is a tile [DEPTH, R] in
-registers. A distribution whose every term is -inf stays -inf, where PyTorch returns NaN.
-
-For gradients the forward stores a tape of one vector per instruction; the backward runs them in reverse (README.md).
-Nothing is summed across instances: a circuit's result does not depend on its batch.
+One launch runs one program instance per circuit, so that its result does not depend on its batch. Vectors [R] have r
+values, R = next power of two; values beyond r are -inf in weights, stack and messages of a sum, and -inf or finite in
+evidence. The stack is a tile [DEPTH, R] in registers. A distribution whose every term is -inf stays -inf, where PyTorch
+returns NaN. For gradients the forward stores a tape of one vector per instruction; the backward runs them in reverse.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ def _encoded(program: tuple[tuple[Instruction, ...], ...], device: torch.device)
 
 @triton.jit
 def finite(top):
-    """The number to subtract before exp, for a maximum `top`."""
+    """Return what to subtract before exp, for a maximum `top`."""
     return tl.where(top > float("-inf"), top, 0.0)
 
 

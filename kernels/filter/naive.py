@@ -14,17 +14,14 @@ from vllm_mtpc.kernels.filter.program import Instruction, Op, Program
 def advance(
     instructions: Sequence[Instruction], weights: Tensor, stack: Sequence[Tensor], message: Tensor, inner: Tensor
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Run `instructions`.
+    """Return weights and stack after one list of a program.
 
     Args:
-        instructions: one list of a program.
+        instructions: the list.
         weights: [B, r].
         stack: [B, r] each.
         message: [B, r], evidence of the last token.
         inner: [B, F, r, r], log-softmax.
-
-    Returns:
-        The new weights and stack.
     """
     stack = list(stack)
     for op, index in instructions:

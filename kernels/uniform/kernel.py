@@ -1,4 +1,4 @@
-"""`naive.uniform` in Triton, bit for bit. `uniform_kernel` is for use inside other kernels."""
+"""`naive.uniform` in Triton, bit for bit."""
 
 from __future__ import annotations
 

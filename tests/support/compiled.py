@@ -11,7 +11,6 @@ with the ptxas of Triton's wheel. vLLM is not imported: its noise and our kernel
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import re
@@ -26,6 +25,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import triton
 from torch import Tensor
@@ -50,22 +50,6 @@ HALF, WHOLE, INT, LONG = torch.bfloat16, torch.float32, torch.int32, torch.int64
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-class StandIn:
-    """What Triton asks its driver before a launch."""
-
-    def __init__(self, chip: int) -> None:
-        self.chip = chip
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.chip, 32)
-
-    def get_current_device(self) -> int:
-        return self.chip  # chips are cached apart
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 @dataclass(frozen=True)
 class Variant:
     """One kernel as it would be compiled."""
@@ -87,17 +71,6 @@ class Variant:
 NOTHING = SimpleNamespace(run=lambda *_: None, launch_metadata=lambda *_: None, function=None, packed_metadata=None)
 
 
-@contextlib.contextmanager
-def gpu(chip: int) -> Iterator[None]:
-    """Make Triton believe that it runs on this chip."""
-    before = driver._active
-    driver.set_active(StandIn(chip))
-    try:
-        yield
-    finally:
-        driver._active = before
-
-
 def variants(call: Callable[[], Any], chip: int = 90) -> dict[tuple[str, str], Variant]:
     """Return the variants that a call would compile, by kernel name and Triton's key; nothing is launched."""
     found: dict[tuple[str, str], Variant] = {}
@@ -111,7 +84,13 @@ def variants(call: Callable[[], Any], chip: int = 90) -> dict[tuple[str, str], V
         fn.jit_function.device_caches[chip][0][compile["key"]] = NOTHING
         return True  # handled: Triton neither compiles nor launches
 
-    with gpu(chip), knobs.runtime.scope():
+    stand_in = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", chip, 32),
+        get_current_device=lambda: chip,  # chips are cached apart
+        get_current_stream=lambda device: 0,
+    )
+    with pytest.MonkeyPatch.context() as patch, knobs.runtime.scope():
+        patch.setattr(driver, "_active", stand_in)
         knobs.runtime.jit_cache_hook = note
         call()
     for (_, key), variant in found.items():
@@ -119,30 +98,18 @@ def variants(call: Callable[[], Any], chip: int = 90) -> dict[tuple[str, str], V
     return found
 
 
-@contextlib.contextmanager
-def _in_place_of_vllm() -> Iterator[None]:
-    """What files read without vLLM import of it."""
-    stands = {"vllm.triton_utils": {"tl": triton.language, "triton": triton}}
-    stands["vllm.v1.worker.gpu.input_batch"] = {"InputBatch": object}
-    stands["vllm.v1.attention.backends.utils"] = {"PAD_SLOT_ID": -1}
-    kept = {name: sys.modules.get(name) for name in stands}
-    for name, attributes in stands.items():
-        sys.modules[name] = ModuleType(name)
-        vars(sys.modules[name]).update(attributes)
-    try:
-        yield
-    finally:
-        for name, module in kept.items():
-            del sys.modules[name]
-            if module is not None:
-                sys.modules[name] = module
-
-
 def _read(path: Path) -> ModuleType:
-    """A module that imports vLLM's Triton, with Triton itself."""
+    """A module that imports vLLM's Triton, with Triton itself and without vLLM."""
+    stands = {
+        "vllm.triton_utils": SimpleNamespace(tl=triton.language, triton=triton),
+        "vllm.v1.worker.gpu.input_batch": SimpleNamespace(InputBatch=object),
+        "vllm.v1.attention.backends.utils": SimpleNamespace(PAD_SLOT_ID=-1),
+    }
     spec = importlib.util.spec_from_file_location(f"compiled_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
-    with _in_place_of_vllm():
+    with pytest.MonkeyPatch.context() as patch:
+        for name, stand in stands.items():
+            patch.setitem(sys.modules, name, stand)
         spec.loader.exec_module(module)
     return module
 
@@ -165,10 +132,8 @@ def last_of(ranks: int, vocab: int) -> Shard:
 def draft(
     noise: Any,
     name: str,
-    n: int,
-    r: int,
-    vocab: int,
-    drafts: int,
+    sizes: tuple[int, int, int],
+    drafts: int | None = None,
     dtype: torch.dtype = HALF,
     draw: bool = True,
     use_fp64: bool = False,
@@ -176,16 +141,19 @@ def draft(
     token_rank: int = 0,
 ) -> None:
     """The draft kernel on two requests; leaf, cache and bigram have a dtype. ranks: on the last rank of that number."""
+    n, r, vocab = sizes
+    drafts = drafts or n - 1
     circuit = get_circuit(name, n, r)
     shard = last_of(ranks, vocab) if ranks > 1 else None
     drafter = Drafter(circuit.program, r, vocab, META, noise, use_fp64, shard=shard)
     leaf = empty(2, drafts, r, shard.rows if shard else vocab, dtype=dtype)
-    params = (empty(2, r, dtype=WHOLE), leaf, empty(2, r, dtype=WHOLE))
     bigram = None
     if token_rank:
         bigram = Bigram(empty(vocab, token_rank, dtype=dtype), empty(n - 1, token_rank, vocab, dtype=dtype))
     drafter(
-        *params,
+        empty(2, r, dtype=WHOLE),
+        leaf,
+        empty(2, r, dtype=WHOLE),
         empty(2, circuit.num_inner, r, r, dtype=WHOLE),
         empty(2, dtype=LONG),
         bigram,
@@ -232,18 +200,12 @@ def coupled(vocab: int, width: int) -> None:
 
 
 def gathered() -> None:
-    batch = SimpleNamespace(
-        num_reqs=3,
-        query_start_loc=empty(65, dtype=INT),
-        idx_mapping=empty(3, dtype=INT),
-        positions=empty(64, dtype=LONG),
-    )
-    counts, last, given = empty(3, dtype=INT), empty(64, 1, dtype=LONG), empty(1, 64, dtype=INT)
-    starts = (empty(64, dtype=LONG) for _ in range(3))
     gather = _read(ROOT / "proposers" / "v2" / "gather.py")
-    gather.gather_last_rows(batch, counts, counts, last, given, *starts)
-    long, table, ends = empty(64, dtype=LONG), empty(64, 128, dtype=INT), empty(64, dtype=INT)
-    gather.place_query_rows(long[:3], long, long, table, 16, 8192, 8, long, long, ends)
+    ints, longs, table = empty(65, dtype=INT), empty(64, dtype=LONG), empty(64, 128, dtype=INT)
+    batch = SimpleNamespace(num_reqs=3, query_start_loc=ints, idx_mapping=ints[:3], positions=longs)
+    last, given = empty(64, 1, dtype=LONG), empty(1, 64, dtype=INT)
+    gather.gather_last_rows(batch, ints[:3], ints[:3], last, given, longs, longs, longs)
+    gather.place_query_rows(longs[:3], longs, longs, table, 16, 8192, 8, longs, longs, ints[:64])
 
 
 # Other numbers of drafts, dtypes and options that a circuit is served with, and leaves that look at the token before
@@ -269,16 +231,17 @@ def served() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield a name and a call that launches it for every served shape."""
     noise, last = vllms_gumbel().gumbel_noised_argmax, [name for name in CIRCUITS if name != "ff"][-1]
     heads = {"demo": (8, 8, 257), "EvaByte": (16, 32, 320), "Llama": (8, 8, 128_256), "Qwen": (8, 8, 151_936)}
-    for model, (n, r, vocab) in heads.items():
+    for model, sizes in heads.items():
+        alone = (sizes[0], 1, sizes[2])  # one component
         for name in CIRCUITS:
-            yield f"{model} {name}", partial(draft, noise, name, n, 1 if name == "ff" else r, vocab, n - 1)
-        yield f"{model} ff, token 256", partial(draft, noise, "ff", n, 1, vocab, n - 1, token_rank=256)
-        for what, options in (DRAFTED | DIVIDED if vocab > SMALL_VOCAB else DRAFTED).items():
-            yield f"{model} {last}, {what}", partial(draft, noise, last, n, r, vocab, **{"drafts": n - 1} | options)
-    for model, sizes in {"demo": (8, 257, 128), "EvaByte": (32, 320, 4096), "Llama": (1, 128_256, 4096)}.items():
+            yield f"{model} {name}", partial(draft, noise, name, alone if name == "ff" else sizes)
+        yield f"{model} ff, token 256", partial(draft, noise, "ff", alone, token_rank=256)
+        for what, options in (DRAFTED | DIVIDED if sizes[2] > SMALL_VOCAB else DRAFTED).items():
+            yield f"{model} {last}, {what}", partial(draft, noise, last, sizes, **options)
+    for model, leaf in {"demo": (8, 257, 128), "EvaByte": (32, 320, 4096), "Llama": (1, 128_256, 4096)}.items():
         for batch in (2, 17, 64):
-            yield f"{model} B={batch}", partial(leaves, *sizes, batch)
-            yield f"{model} B={batch}, float32", partial(leaves, *sizes, batch, WHOLE)
+            yield f"{model} B={batch}", partial(leaves, *leaf, batch)
+            yield f"{model} B={batch}, float32", partial(leaves, *leaf, batch, WHOLE)
     for n, r in ((8, 8), (16, 32), (16, 64)):
         for name in CIRCUITS:
             yield f"training {name} n={n} r={r}", partial(filters, name, n, 1 if name == "ff" else r)
@@ -315,22 +278,20 @@ def _text_size(elf: bytes) -> int:
     return sum(size for name, *_, size in sections if elf[start + name :].startswith(b".text."))
 
 
-def rows(chip: int, names: tuple[str, ...] = ("",)) -> Iterator[dict[str, Any]]:
-    """Yield a row per kernel and variant, with the shapes it serves, whose names begin with one of `names`."""
+def rows(chip: int, names: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
+    """Yield a row per kernel and variant, with the shapes it serves; `names`: of these shapes alone."""
     found: dict[tuple[str, str], Variant] = {}
     uses: dict[tuple[str, str], list[str]] = {}
     for name, call in served():
-        if name.startswith(names):
+        if not names or name in names:
             for key, variant in variants(call, chip).items():
                 found.setdefault(key, variant)
                 uses.setdefault(key, []).append(name)
     for key, variant in found.items():
         what = {"chip": f"sm_{chip}", "kernel": variant.kernel.__name__, "constants": variant.constexprs}
-        yield what | row_of(variant, chip) | {"for": uses[key]}
-
-
-def show(row: dict[str, Any]) -> None:
-    print(*(row[key] for key in row if key != "for"), row["for"][0], sep="\t", flush=True)
+        row = what | row_of(variant, chip)
+        print(*row.values(), uses[key][0], sep="\t", flush=True)
+        yield row | {"for": uses[key]}
 
 
 def main() -> None:
@@ -339,10 +300,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     check_file(arguments.json)
-    source, table = provenance.collect(), []
-    for row in (row for chip in arguments.chips for row in rows(chip)):
-        show(row)
-        table.append(row)
+    source, table = provenance.collect(), [row for chip in arguments.chips for row in rows(chip)]
     if arguments.json:
         write_json(arguments.json, {"kind": "compiled", **source, "rows": table})
 
