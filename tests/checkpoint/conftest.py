@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.support.adapted import LLAMA, adapted_llama
 from vllm_mtpc.checkpoint import check_tensors, load_head, load_ptp, read_config, save_head, save_ptp
 from vllm_mtpc.checkpoint.inspect import inspect_head
+from vllm_mtpc.cli import main
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.errors import MtpcError
@@ -39,6 +40,13 @@ def new_head():
         return config, build_head(config)
 
     return build
+
+
+@pytest.fixture
+def target(tmp_path) -> Path:
+    """The folder of LLAMA's config."""
+    LLAMA.save_pretrained(tmp_path / "target")
+    return tmp_path / "target"
 
 
 @pytest.fixture
@@ -92,3 +100,21 @@ def refusal(folder: Path, kind: str) -> str:
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def convert(file: Path | str, target: Path, *flags: Any, out: Path | None = None) -> Path:
+    """The head that `vllm-mtpc convert` writes, by default next to the target."""
+    out = out or target.parent / "head"
+    assert main(["convert", str(file), "--target", str(target), "--out", str(out), *map(str, flags)]) == 0
+    return out
+
+
+def convert_refusal(file: Path | str, target: Path, capsys: pytest.CaptureFixture[str], *flags: Any) -> str:
+    """The one line of the error; nothing is written."""
+    out = target.parent / "refused"
+    capsys.readouterr()
+    assert main(["convert", str(file), "--target", str(target), "--out", str(out), *map(str, flags)]) == 1
+    text = capsys.readouterr().err
+    assert text.startswith("vllm-mtpc: error: ") and text.count("\n") == 1, text
+    assert not out.exists()
+    return text

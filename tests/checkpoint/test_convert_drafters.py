@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.checkpoint import conftest
+from tests.checkpoint.conftest import convert_refusal
 from tests.support import drafters
-from tests.support.convert_cases import refusal, run
 from tests.support.files import front_matter_of
 from tests.support.models import make_target
 from vllm_mtpc.checkpoint import check_tensors, load_head
@@ -43,22 +45,22 @@ def target(place: Path) -> Target:
     return load_target(place / "target", torch.float32)
 
 
-def convert(source: Path, place: Path, out: Path, *flags: object) -> tuple[HeadConfig, BackboneHead]:
-    assert run(source, place / "target", out, *flags) == 0
-    config, head = load_head(out)
+def convert(source: Path, place: Path, out: Path) -> tuple[HeadConfig, BackboneHead]:
+    config, head = load_head(conftest.convert(source, place / "target", out=out))
     check_tensors(out, config)
     return config, head
 
 
 def drafter(folder: Path, target: Target, layout: str = "speculators dflash", **changes: Any) -> Path:
     """A checkpoint of a layout, edited by the functions `config` and `tensors`."""
-    edit: Callable[[dict[str, Any]], None] = changes.pop("config", lambda values: None)
-    replace: Callable[[Tensors], Tensors] = changes.pop("tensors", lambda tensors: tensors)
+    edit, replace = changes.pop("config", None), changes.pop("tensors", None)
     made = drafters.make(folder, layout, target.model, **changes)
-    values = json.loads((made / "config.json").read_text())
-    edit(values)
-    (made / "config.json").write_text(json.dumps(values))
-    save_file(replace(load_file(made / "model.safetensors")), made / "model.safetensors")
+    if edit:
+        values = json.loads((made / "config.json").read_text())
+        edit(values)
+        (made / "config.json").write_text(json.dumps(values))
+    if replace:
+        save_file(replace(load_file(made / "model.safetensors")), made / "model.safetensors")
     return made
 
 
@@ -119,32 +121,37 @@ def test_drafts_and_distributions_equal_the_drafters(tmp_path, place, target, la
     assert front_matter_of(tmp_path / "head")["library_name"] == "vllm"
 
 
-def dflash(**changes: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda values: values["dflash_config"].update(changes)
+def change(section: str, **values: Any) -> Callable[[dict[str, Any]], None]:
+    """Set keys of a section of the config; None: absent."""
+    return lambda config: (config[section] if section else config).update(values)
 
 
-def unset(key: str) -> Callable[[dict[str, Any]], None]:
-    return lambda values: values.pop(key)
+top, layer, dflash = (partial(change, section) for section in ("", "transformer_layer_config", "dflash_config"))
 
 
-def propose(drafts: int) -> Callable[[dict[str, Any]], None]:
-    return lambda values: values["speculators_config"]["proposal_methods"][0].update(speculative_tokens=drafts)
+def put(name: str, value: Tensor | Callable[[Tensor], Tensor]) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: tensors | {name: value if isinstance(value, Tensor) else value(tensors[name]).clone()}
 
 
-def without_markov(tensors: Tensors) -> Tensors:
-    return {name: value for name, value in tensors.items() if not name.startswith(("markov", "confidence"))}
+def move_rows(first: int, last: int) -> Callable[[Tensor], Tensor]:
+    return lambda rows: torch.cat([rows[:first], rows[first:last] + 1, rows[last:]])
 
 
-NO_MARKOV = {"markov_rank": 0, "tensors": without_markov, "config": unset("markov_head_type")}
+def without(*starts: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {name: value for name, value in tensors.items() if not name.startswith(starts)}
+
+
+NO_MARKOV = {"markov_rank": 0, "tensors": without("markov", "confidence"), "config": top(markov_head_type=None)}
+TWO_DRAFTS = {"config": change("speculators_config", proposal_methods=[{"speculative_tokens": 2}])}
 
 
 @pytest.mark.parametrize(
     "layout, changes, anchor, proposed",
     [
         ("speculators dspark", {"sample_from_anchor": False}, False, None),
-        ("speculators dspark", {"config": unset("sample_from_anchor")}, False, None),  # the default of vLLM
+        ("speculators dspark", {"config": top(sample_from_anchor=None)}, False, None),  # the default of vLLM
         ("speculators dflash", {"sample_from_anchor": True}, True, None),
-        ("speculators dflash", {"config": propose(2)}, False, 2),
+        ("speculators dflash", TWO_DRAFTS, False, 2),
         ("original dflash", {"config": dflash(sample_from_anchor=True)}, True, None),
         ("original dspark", NO_MARKOV, True, None),  # DeepSpec's DFlash
     ],
@@ -160,7 +167,7 @@ def test_settings_decide_the_block(tmp_path, place, target, layout, changes, anc
     assert drafted(head, target, ENDS) == [reference.greedy(TEXT[:end], TEXT[end], drafts) for end in ENDS]
 
 
-def test_other_settings_give_other_drafts(tmp_path: Path, place: Path, target: Target) -> None:
+def test_other_settings_give_other_drafts(tmp_path, place, target) -> None:
     """The control: layer ids of one layout read as the other's, or another mask."""
     source = drafter(tmp_path / "drafter", target, "original dflash")
     reference = drafters.Reference(source, target.model, False)
@@ -171,33 +178,34 @@ def test_other_settings_give_other_drafts(tmp_path: Path, place: Path, target: T
 
 
 @pytest.mark.parametrize("is_named", [False, True])
-def test_mask_of_its_own_file(tmp_path: Path, place: Path, target: Target, is_named: bool, capsys) -> None:
+def test_mask_of_its_own_file(tmp_path, place, target, is_named, capsys) -> None:
     source = drafter(tmp_path / "drafter", target, "original dflash")
     mask = torch.randn(target.hidden_size)
     torch.save({"embedding": mask, "mask_token_id": drafters.MASK} if is_named else mask, source / "mask_embedding.pt")
     _, head = convert(source, place, tmp_path / "head")
     assert torch.equal(head.backbone.mask_embedding, mask)
     torch.save({"embedding": mask, "mask_token_id": 3}, source / "mask_embedding.pt")
-    assert "mask_embedding.pt: expected: the embedding of mask_token_id=7" in refusal(source, place / "target", capsys)
+    assert "mask_embedding.pt: expected: the embedding of mask_token_id=7" in convert_refusal(
+        source, place / "target", capsys
+    )
 
 
-def test_mask_after_the_vocabulary_is_the_drafters_own(tmp_path: Path, place: Path, target: Target) -> None:
+def test_mask_after_the_vocabulary_is_the_drafters_own(tmp_path, place, target) -> None:
     """A drafter may have more rows than the target, one of them for the mask."""
-    row = torch.randn(1, target.hidden_size)
+    row, markov = torch.randn(1, target.hidden_size), "markov_head.markov_w1.weight"
 
     def longer(tensors: Tensors) -> Tensors:
-        w1 = tensors["markov_head.markov_w1.weight"]
-        tensors["markov_head.markov_w1.weight"] = torch.cat([w1, torch.ones(1, drafters.RANK)])
-        return tensors | {"embed_tokens.weight": torch.cat([tensors["embed_tokens.weight"], row])}
+        longer = {"embed_tokens.weight": row, markov: torch.ones(1, drafters.RANK)}
+        return tensors | {name: torch.cat([tensors[name], value]) for name, value in longer.items()}
 
-    values = {"mask_token_id": VOCAB, "config": lambda values: values.update(vocab_size=VOCAB + 1)}
+    values = {"mask_token_id": VOCAB, "config": top(vocab_size=VOCAB + 1)}
     source = drafter(tmp_path / "drafter", target, "original dspark", tensors=longer, **values)
     _, head = convert(source, place, tmp_path / "head")
     assert torch.equal(head.backbone.mask_embedding, row[0])
     assert head.token_source.shape == (VOCAB, drafters.RANK)
 
 
-def test_sharded_files_in_bfloat16(tmp_path: Path, place: Path, target: Target) -> None:
+def test_sharded_files_in_bfloat16(tmp_path, place, target) -> None:
     """The target is float32: rows are compared in the narrower dtype."""
     source = drafter(tmp_path / "drafter", target, "speculators dspark")
     tensors = {name: value.bfloat16() for name, value in load_file(source / "model.safetensors").items()}
@@ -216,80 +224,44 @@ def test_sharded_files_in_bfloat16(tmp_path: Path, place: Path, target: Target) 
 # ---- refusals ------------------------------------------------------------------------------
 
 
-def layer(**changes: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda values: values["transformer_layer_config"].update(changes)
-
-
-def top(**changes: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda values: values.update(changes)
-
-
+DFLASH, DSPARK, AUTHORS = "speculators dflash", "speculators dspark", "original dflash"
+MOVED = move_rows(0, 3)
 REFUSED_CONFIGS = [
-    ("speculators dflash", top(speculators_model_type="dflash2"), "'speculators_model_type' = 'dflash2'"),
-    ("speculators dflash", top(aux_hidden_state_layer_ids=[1, 2, 4]), "[1, 2, 4]; allowed: numbers from 0 to 3"),
-    ("original dflash", dflash(target_layer_ids=[0, 1, 3]), "[1, 2, 4]; allowed: numbers from 0 to 3"),
-    ("speculators dflash", top(aux_hidden_state_layer_ids=None), "layers read = []"),
-    ("speculators dflash", top(aux_hidden_state_layer_ids=[3, 2, 1]), "rising numbers"),
-    ("speculators dflash", top(mask_token_id=None), "'mask_token_id' is missing"),
-    ("original dflash", dflash(mask_token_id=VOCAB), f"mask_token_id={VOCAB}"),
-    ("speculators dflash", top(block_size=1), "window"),
-    ("speculators dspark", top(markov_head_type="gated"), "'markov_head_type' = 'gated': Input should be 'vanilla'"),
+    (DFLASH, top(speculators_model_type="dflash2"), "'speculators_model_type' = 'dflash2'"),
+    (DFLASH, top(aux_hidden_state_layer_ids=[1, 2, 4]), "[1, 2, 4]; allowed: numbers from 0 to 3"),
+    (AUTHORS, dflash(target_layer_ids=[0, 1, 3]), "[1, 2, 4]; allowed: numbers from 0 to 3"),
+    (DFLASH, top(aux_hidden_state_layer_ids=None), "layers read = []"),
+    (DFLASH, top(aux_hidden_state_layer_ids=[3, 2, 1]), "rising numbers"),
+    (DFLASH, top(mask_token_id=None), "'mask_token_id' is missing"),
+    (AUTHORS, dflash(mask_token_id=VOCAB), f"mask_token_id={VOCAB}"),
+    (DFLASH, top(block_size=1), "window"),
+    (DSPARK, top(markov_head_type="gated"), "'markov_head_type' = 'gated': Input should be 'vanilla'"),
     ("original dspark", top(attention_bias=True), "'attention_bias' = True"),
-    ("speculators dflash", layer(num_hidden_layers=5), "missing: backbone.layers.2"),
-    ("speculators dflash", layer(rope_parameters={"rope_theta": 1e4, "rope_type": "yarn"}), "rope_type' = 'yarn'"),
-    ("speculators dflash", layer(rope_parameters={"full_attention": {}}), "'rope_parameters.rope_theta' is missing"),
-    (
-        "original dflash",
-        top(rope_parameters=None, rope_theta=5e3, rope_scaling={"type": "linear"}),
-        ".type' = 'linear'",
-    ),
-    (
-        "speculators dflash",
-        layer(layer_types=["sliding_attention", "full_attention"]),
-        "layer_types.0' = 'sliding_attention'",
-    ),
-    ("original dflash", top(is_causal=True), "'is_causal' = True"),
-    ("original dflash", dflash(causal=True), "'causal' = True"),
-    ("original dflash", dflash(use_swa=True), "dflash_config.use_swa = True"),
-    ("original dflash", top(logit_scale=0.5), "'logit_scale' = 0.5"),
-    ("original dflash", top(num_target_layers=36), "num_target_layers = 36; allowed: 4"),
-    ("speculators dflash", top(draft_vocab_size=20), "draft_vocab_size = 20; allowed: 48"),
-    ("original dflash", top(quantization_config={"quant_method": "fp8"}), "'quantization_config' ="),
-    ("original dflash", top(architectures=["Qwen3ForCausalLM"]), "architectures = ['Qwen3ForCausalLM']"),
+    (DFLASH, layer(num_hidden_layers=5), "missing: backbone.layers.2"),
+    (DFLASH, layer(rope_parameters={"rope_theta": 1e4, "rope_type": "yarn"}), "rope_type' = 'yarn'"),
+    (DFLASH, layer(rope_parameters={"full_attention": {}}), "'rope_parameters.rope_theta' is missing"),
+    (AUTHORS, top(rope_parameters=None, rope_theta=5e3, rope_scaling={"type": "linear"}), ".type' = 'linear'"),
+    (DFLASH, layer(layer_types=["sliding_attention", "full_attention"]), "layer_types.0' = 'sliding_attention'"),
+    (AUTHORS, top(is_causal=True), "'is_causal' = True"),
+    (AUTHORS, dflash(causal=True), "'causal' = True"),
+    (AUTHORS, dflash(use_swa=True), "dflash_config.use_swa = True"),
+    (AUTHORS, top(logit_scale=0.5), "'logit_scale' = 0.5"),
+    (AUTHORS, top(num_target_layers=36), "num_target_layers = 36; allowed: 4"),
+    (DFLASH, top(draft_vocab_size=20), "draft_vocab_size = 20; allowed: 48"),
+    (AUTHORS, top(quantization_config={"quant_method": "fp8"}), "'quantization_config' ="),
+    (AUTHORS, top(architectures=["Qwen3ForCausalLM"]), "architectures = ['Qwen3ForCausalLM']"),
 ]
-
-
-def moved(name: str, rows: int = 3) -> Callable[[Tensors], Tensors]:
-    def change(tensors: Tensors) -> Tensors:
-        tensors[name][:rows] += 1
-        return tensors
-
-    return change
-
-
-def put(name: str, value: Tensor | Callable[[Tensor], Tensor]) -> Callable[[Tensors], Tensors]:
-    return lambda t: t | {name: value if isinstance(value, Tensor) else value(t[name]).clone()}
-
-
 REFUSED_TENSORS = [
-    ("speculators dflash", moved("lm_head.weight"), "lm_head.weight is not the target's: 3 of 48 rows differ, row 0"),
-    ("speculators dspark", moved("embed_tokens.weight"), "embed_tokens.weight is not the target's: 3 of 48"),
-    ("speculators dflash", put("d2t", torch.ones(48)), "unknown tensor(s): backbone.d2t"),
-    ("speculators dflash", put("lm_head.weight", lambda t: t[:20]), "lm_head.weight is (20, 64)"),
-    ("speculators dspark", put("markov_head.gate_proj.weight", torch.ones(6, 70)), "markov_head.gate_proj.weight"),
-    ("original dflash", put("layers.2.mlp.up_proj.weight", torch.ones(3)), "layers.2.mlp.up_proj.weight"),
-    (
-        "original dflash",
-        put("layers.0.self_attn.q_proj.bias", torch.ones(3)),
-        "backbone.layers.0.self_attn.q_proj.bias",
-    ),
-    (
-        "original dflash",
-        lambda t: {name: t[name] for name in t if name != "norm.weight"},
-        "missing: backbone.norm.weight",
-    ),
-    ("original dflash", put("fc.weight", lambda t: t[:, :128]), "'backbone.fc.weight' has shape (64, 128)"),
-    ("original dflash", put("fc.weight", lambda t: t * float("nan")), "NaN or infinity"),
+    (DFLASH, put("lm_head.weight", MOVED), "is not the target's: 3 of 48 rows differ, row 0"),
+    (DSPARK, put("embed_tokens.weight", MOVED), "embed_tokens.weight is not the target's"),
+    (DFLASH, put("d2t", torch.ones(48)), "unknown tensor(s): backbone.d2t"),
+    (DFLASH, put("lm_head.weight", lambda t: t[:20]), "lm_head.weight is (20, 64)"),
+    (DSPARK, put("markov_head.gate_proj.weight", torch.ones(6, 70)), "markov_head.gate_proj.weight"),
+    (AUTHORS, put("layers.2.mlp.up_proj.weight", torch.ones(3)), "layers.2.mlp.up_proj.weight"),
+    (AUTHORS, put("layers.0.self_attn.q_proj.bias", torch.ones(3)), "backbone.layers.0.self_attn.q_proj.bias"),
+    (AUTHORS, without("norm."), "missing: backbone.norm.weight"),
+    (AUTHORS, put("fc.weight", lambda t: t[:, :128]), "'backbone.fc.weight' has shape (64, 128)"),
+    (AUTHORS, put("fc.weight", lambda t: t * float("nan")), "NaN or infinity"),
 ]
 
 
@@ -299,15 +271,12 @@ REFUSED_TENSORS = [
 )
 def test_other_drafter_is_refused(tmp_path, place, target, key, layout, change, words, capsys) -> None:
     source = drafter(tmp_path / "drafter", target, layout, **{key: change})
-    assert words in refusal(source, place / "target", capsys)
+    assert words in convert_refusal(source, place / "target", capsys)
 
 
-def test_mask_row_may_differ_from_the_targets(tmp_path: Path, place: Path, target: Target) -> None:
-    def change(tensors: Tensors) -> Tensors:
-        tensors["embed_tokens.weight"][drafters.MASK] += 1
-        return tensors
-
-    _, head = convert(drafter(tmp_path / "drafter", target, tensors=change), place, tmp_path / "head")
+def test_mask_row_may_differ_from_the_targets(tmp_path, place, target) -> None:
+    other = put("embed_tokens.weight", move_rows(drafters.MASK, drafters.MASK + 1))
+    _, head = convert(drafter(tmp_path / "drafter", target, tensors=other), place, tmp_path / "head")
     assert torch.equal(head.backbone.mask_embedding, target.model.model.embed_tokens.weight[drafters.MASK] + 1)
 
 
@@ -323,4 +292,4 @@ def test_target_that_scales_embeddings_or_logits_is_refused(tmp_path, place, tar
     config = json.loads((place / "target" / "config.json").read_text()) | changes
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "config.json").write_text(json.dumps(config))
-    assert words in refusal(source, tmp_path / "target", capsys)
+    assert words in convert_refusal(source, tmp_path / "target", capsys)

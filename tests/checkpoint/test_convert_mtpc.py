@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from tests.checkpoint.conftest import convert, convert_refusal
 from tests.support import authors_mtpc as authors
 from tests.support.adapted import LLAMA, adapted_llama, llama
-from tests.support.convert_cases import convert, refusal
 from tests.support.files import front_matter_of
 from vllm_mtpc.checkpoint import check_tensors, load_head
 from vllm_mtpc.checkpoint.convert.mtpc_checkpoint import resolve
@@ -198,15 +198,15 @@ def changed(name: str, value):
     ],
 )
 def test_unsupported_checkpoint_is_refused_by_name(tmp_path, capsys, change, settings, words):
-    text = refusal(checkpoint(tmp_path, change=change, **settings), target(tmp_path), capsys)
+    text = convert_refusal(checkpoint(tmp_path, change=change, **settings), target(tmp_path), capsys)
     assert all(word in text for word in words), text
 
 
 def test_other_target_and_missing_settings_are_refused(tmp_path, capsys):
     file = checkpoint(tmp_path)
-    assert "(3, 3, 3, 4); expected: (3, 3, 5, 4)" in refusal(file, target(tmp_path, 5), capsys)
+    assert "(3, 3, 3, 4); expected: (3, 3, 5, 4)" in convert_refusal(file, target(tmp_path, 5), capsys)
     file.with_name("config.yaml").unlink()
-    assert "has no config.yaml" in refusal(file, target(tmp_path), capsys)
+    assert "has no config.yaml" in convert_refusal(file, target(tmp_path), capsys)
 
 
 # ---- adapters -------------------------------------------------------------------------------------
@@ -281,5 +281,5 @@ def shorter(state: dict) -> dict:
 )
 def test_unsupported_adapters_are_refused(tmp_path, capsys, layers, stated, change, line, words):
     file = adapted_checkpoint(tmp_path, layers, stated, change, line)
-    text = refusal(file, tmp_path / "target", capsys)
+    text = convert_refusal(file, tmp_path / "target", capsys)
     assert all(word in text for word in words), text

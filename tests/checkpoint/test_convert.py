@@ -1,19 +1,26 @@
-"""`vllm-mtpc convert` of PTP checkpoints in both layouts of the authors keeps the weights."""
+"""`vllm-mtpc convert` keeps the weights of PTP checkpoints, finds files, folders and hub names, and runs no pickles."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
+from huggingface_hub.hf_api import ModelInfo
 from peft import PeftModel
 from transformers import LlamaConfig
 
+from tests.checkpoint.conftest import convert, convert_refusal
+from tests.support import authors_mtpc as authors
+from tests.support import drafters
 from tests.support.adapted import LLAMA, adapted_llama, llama
-from tests.support.convert_cases import convert, refusal
 from tests.support.files import front_matter_of
+from tests.support.models import make_target
 from vllm_mtpc.checkpoint import load_ptp
 from vllm_mtpc.checkpoint.inspect import inspect_head
+from vllm_mtpc.cli import main
 
 torch.set_num_threads(1)
 # The authors' names of the tensors, by our name of the embedding.
@@ -22,12 +29,6 @@ EMBEDDINGS = {
     "interpolation": {"embedding.weight": (3, 8)},
 }
 PREFIXES = {"official": ("model.model.", "model.u_embed."), "fork": ("student.model.", "student.u_adapter.")}
-
-
-@pytest.fixture
-def target(tmp_path: Path) -> Path:
-    LLAMA.save_pretrained(tmp_path / "target")
-    return tmp_path / "target"
 
 
 def tensors(layout: str = "official", embedding: str = "ieee", full: bool = False) -> dict[str, torch.Tensor]:
@@ -95,6 +96,10 @@ def without(word: str):
     return lambda state: {name: value for name, value in state.items() if word not in name}
 
 
+def rows(*shape: int):
+    return lambda state: tensors("fork", "interpolation") | {"student.u_adapter.embedding.weight": torch.ones(shape)}
+
+
 def plus(name: str, *shape: int, fill: float = 1.0):
     return lambda state: state | {name: torch.full(shape, fill)}
 
@@ -108,17 +113,8 @@ def plus(name: str, *shape: int, fill: float = 1.0):
         (plus("model.u_embed.more", 8), [], ["more"]),
         (plus("model.u_embed.u_adapter.weight", 4, 32), [], ["(4, 32)", "(8, 32)"]),
         (plus("model.u_embed.u_adapter.bias", 8, fill=float("nan")), [], ["NaN"]),
-        # read as `interpolation` it would give other drafts
-        (
-            lambda state: tensors("fork", "interpolation") | plus("student.u_adapter.embedding.weight", 32, 8)({}),
-            [],
-            ["`round`"],
-        ),
-        (
-            lambda state: tensors("fork", "interpolation") | plus("student.u_adapter.embedding.weight")({}),
-            [],
-            ["[rows, D]"],
-        ),
+        (rows(32, 8), [], ["`round`"]),  # read as `interpolation` it would give other drafts
+        (rows(), [], ["[rows, D]"]),
         (without("layers.1.mlp.up_proj.lora_B"), [], ["missing", "layers.1.mlp.up_proj.lora_B"]),
         (plus("model.model.base_model.model.model.embed_tokens.lora_embedding_A.default", 2), [], ["linear layers"]),
         (dict, ["--window", 1], ["window", "1", "2"]),
@@ -126,13 +122,95 @@ def plus(name: str, *shape: int, fill: float = 1.0):
     ],
 )
 def test_unsupported_checkpoint_is_refused(tmp_path, target, capsys, change, flags, words):
-    text = refusal(write(tmp_path, change(tensors())), target, capsys, *flags)
+    text = convert_refusal(write(tmp_path, change(tensors())), target, capsys, *flags)
     assert all(word in text for word in words), text
 
 
 def test_other_target_is_refused(tmp_path, target, capsys):
     file = write(tmp_path, tensors())
     LlamaConfig(**{**LLAMA.to_dict(), "num_hidden_layers": 4}).save_pretrained(target)
-    assert "layers.3." in refusal(file, target, capsys)
+    assert "layers.3." in convert_refusal(file, target, capsys)
     (tmp_path / "empty").mkdir()
-    assert "target" in refusal(file, tmp_path / "empty", capsys)
+    assert "target" in convert_refusal(file, tmp_path / "empty", capsys)
+
+
+# ---- finding checkpoints ---------------------------------------------------------------------------
+
+
+def mtpc_checkpoint(folder: Path) -> Path:
+    return authors.save(folder / "run", authors.state_dict("cp", 3, 2, 7, 8), "cp", 3, 2, 7, 8)
+
+
+@pytest.mark.parametrize("kind", ["mtpc", "drafter"])
+def test_hub_name_is_downloaded_at_one_commit(tmp_path, target, capsys, monkeypatch, kind):
+    folder, names = mtpc_checkpoint(tmp_path).parent, ["config.yaml", "model@100.pt", "model@900.pt"]
+    files, file = ["model@900.pt", "config.yaml"], "/model@900.pt"
+    if kind == "drafter":
+        folder = drafters.make(tmp_path / "drafter", "speculators dflash", make_target(target, 48, 0, layers=4))
+        names, file = ["config.json", "model@x.bin"], ""
+        files = ["config.json", "*.safetensors", "*.safetensors.index.json", "mask_embedding.pt"]
+    asked: list[Any] = []
+
+    def download(repo: str, revision: str, allow_patterns: list[str]) -> str:
+        asked.append((repo, revision, allow_patterns))
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    text = convert_refusal("someone/a-head", target, capsys)
+    assert "someone/a-head: not a local file or folder, and cannot be downloaded" in text
+    info = ModelInfo(id="someone/a-head", sha="c0ffee", siblings=[{"rfilename": name} for name in names])
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, repo: info)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    out = convert("someone/a-head", target)
+    assert asked == [("someone/a-head", "c0ffee", files)]
+    assert inspect_head(out)["provenance"]["converted"]["from"] == f"someone/a-head@c0ffee{file}"
+
+
+def test_missing_files_other_folders_and_foreign_flags_are_refused(tmp_path, target, capsys):
+    file, before = mtpc_checkpoint(tmp_path), (target / "config.json").read_bytes()
+    text = convert_refusal(file, target, capsys, "--variant", "c-ptp", "--window", 4)
+    assert "--variant, --window: for PTP checkpoints only" in text
+    assert "architectures" in convert_refusal(target, target, capsys)  # a model, but no drafter
+    assert main(["convert", str(file), "--target", str(target), "--out", str(target)]) == 1
+    assert "another model's config.json" in capsys.readouterr().err
+    assert (target / "config.json").read_bytes() == before
+    file.unlink()
+    assert "has no model@STEP.pt and no config.json" in convert_refusal(file.parent, target, capsys)
+    assert "is not a file" in convert_refusal(file, target, capsys)
+
+
+class Planted:
+    """Leaves a file if it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (b"", "a.ckpt"),
+        (b"not a checkpoint", "a.ckpt"),
+        (b"PK\x03\x04", "a.ckpt"),
+        ([], "'state_dict'"),
+        ({"weights": {}}, "'state_dict'"),
+        ({"state_dict": 3}, "'state_dict'"),
+        ({"state_dict": {}, "model_state_dict": {}}, "'state_dict' and 'model_state_dict'"),
+        ({"state_dict": {}, "callbacks": Planted}, "tensors alone"),
+        ({"model_state_dict": {"mt_head.planted": Planted}}, "tensors alone"),
+    ],
+)
+def test_other_file_is_refused_and_never_unpickled(tmp_path, target, capsys, content, words):
+    file, ran = tmp_path / "a.ckpt", tmp_path / "ran"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        torch.save({"planted": Planted(ran), "content": content} if words == "tensors alone" else content, file)
+    assert words in convert_refusal(file, target, capsys)
+    assert not ran.exists()
+    if words == "tensors alone":
+        torch.load(file, weights_only=False)
+        assert ran.exists()  # the control
