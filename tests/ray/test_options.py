@@ -1,4 +1,4 @@
-"""What the app on Ray Serve takes and refuses, each refusal one line; Ray itself is not needed."""
+"""The options of the app on Ray Serve; every refusal is one line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from vllm_mtpc import demo
 from vllm_mtpc.engine.options import EngineOptions
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.ray_serve.options import parse
+from vllm_mtpc.ray_serve.options import ServeOptions, parse
 
 TARGET = str(demo.path("target"))
 
@@ -52,6 +52,21 @@ def test_refusals_are_one_line(given, message):
         parse(given)
     shown = str(refused.value)
     assert message in shown and "\n" not in shown and "sesame" not in shown
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"upscale_delay": 1}, "unknown key upscale_delay; allowed: aggregation_function, downscal"),
+        ({"upscale_delay_s": -1}, "key 'upscale_delay_s' = -1: Input should be greater"),
+    ],
+)
+def test_unknown_autoscaling_keys_are_refused(given, message):
+    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
+    from vllm_mtpc.ray_serve.deployments import build
+
+    with pytest.raises(UsageError, match=f"autoscaling: {message}"):
+        build(ServeOptions(model="m", max_replicas=2, autoscaling=given))
 
 
 def test_gpus_follow_the_parallel_sizes():

@@ -1,4 +1,4 @@
-"""How often the app gives a request to another engine. Its engines are lists of fates here, without Ray's processes."""
+"""How often the app sends a request to another engine; engines are lists of answers, without Ray's processes."""
 
 from __future__ import annotations
 
@@ -21,30 +21,28 @@ ANSWER = (Head(200, {}, False), b"hello")
 
 
 class Engines:
-    """In the place of Serve's handle: hands out one fate after the other, the last one for ever."""
+    """In the place of Serve's handle: gives one answer after the other, the last one for ever."""
 
-    def __init__(self, *fates):
-        self.fates, self.asked = list(fates), 0
+    def __init__(self, *answers):
+        self.answers, self.asked = list(answers), 0
 
     def options(self, **_):
         return self
 
     def remote(self, _):
         self.asked += 1
-        return Parts(self.fates.pop(0) if len(self.fates) > 1 else self.fates[0])
+        return Parts(self.answers.pop(0) if len(self.answers) > 1 else self.answers[0])
 
 
 class Parts:
     """One answer, or the exception in its place."""
 
-    def __init__(self, fate):
-        self._left = [fate] if isinstance(fate, BaseException) else list(fate)
+    def __init__(self, answer):
+        self._left = iter([answer] if isinstance(answer, BaseException) else answer)
 
     async def __anext__(self):
-        if not self._left:
-            raise StopAsyncIteration
-        part = self._left.pop(0)
-        if isinstance(part, RayActorError):
+        part = next(self._left, StopAsyncIteration())
+        if isinstance(part, (RayActorError, StopAsyncIteration)):
             raise part
         return part  # an EngineFailed too: an engine that lives does not raise it
 
@@ -77,30 +75,26 @@ def short_pause(monkeypatch):
     monkeypatch.setattr(deployments, "PAUSE_S", 0.01)
 
 
-def test_engines_that_never_had_the_request_are_not_counted():
-    """A replica lives on a moment without its server, and Serve sends it more requests than others: it has none."""
-    engines = Engines(*[gone("a")] * 10, ANSWER)
-    response = ask(engines, attempts=1)
-    assert (response.status_code, response.body, response.headers[ATTEMPTS]) == (200, b"hello", "1")
-    assert engines.asked == 11
+@pytest.mark.parametrize(
+    ("answers", "attempts", "status", "counted", "asked"),
+    [
+        ([*[gone("a")] * 10, ANSWER], 1, 200, "1", 11),  # engines that never had the request are not counted
+        ([died("a"), RayActorError("a"), ANSWER], 2, 200, "2", 3),  # one engine is counted once: server, then replica
+        ([died("a"), gone("a"), RayActorError("b"), died("c"), ANSWER], 3, 502, None, 4),
+    ],
+)
+def test_engines_that_died_with_a_request_are_counted(answers, attempts, status, counted, asked):
+    """An ended server accepts nothing, but Serve prefers its replica for a moment, because it has no requests."""
+    engines = Engines(*answers)
+    response = ask(engines, attempts)
+    assert (response.status_code, response.headers.get(ATTEMPTS), engines.asked) == (status, counted, asked)
+    if status == 200:
+        assert response.body == b"hello"
+    else:
+        assert f"died with it: {attempts} in a row" in json.loads(response.body)["error"]["message"]
 
 
-def test_one_engine_is_counted_once():
-    """Its server dies with the request, then the replica does with the request that was given to it again."""
-    engines = Engines(died("a"), RayActorError("a"), ANSWER)
-    response = ask(engines, attempts=2)
-    assert (response.status_code, response.headers[ATTEMPTS]) == (200, "2")
-
-
-def test_request_that_kills_engines_fails():
-    engines = Engines(died("a"), gone("a"), RayActorError("b"), died("c"), ANSWER)
-    response = ask(engines, attempts=3)
-    assert response.status_code == 502
-    assert "died with it: 3 in a row" in json.loads(response.body)["error"]["message"]
-    assert engines.asked == 4
-
-
-@pytest.mark.parametrize(("fate", "status"), [(EngineFailed("?"), 502), (gone("a"), 504)])
-def test_request_without_an_answer_ends(fate, status):
+@pytest.mark.parametrize(("answer", "status"), [(EngineFailed("?"), 502), (gone("a"), 504)])
+def test_request_without_an_answer_ends(answer, status):
     """An error that names no engine counts as one more; without engines the time ends the request."""
-    assert ask(Engines(fate), attempts=3, timeout_s=0.5).status_code == status
+    assert ask(Engines(answer), attempts=3, timeout_s=0.5).status_code == status

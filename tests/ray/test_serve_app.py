@@ -1,4 +1,4 @@
-"""The app on Ray Serve with fake servers: its answers, and requests whose engine dies (retries: test_router.py)."""
+"""The app and batch jobs on Ray with fake servers: answers, engines and nodes that die (retries: test_router.py)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,31 +19,33 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.clusters import FAKE, ask, cluster
-from vllm_mtpc.engine.server import Client, free_port
+from tests.support.clusters import FAKE, ask, cluster, serving
+from vllm_mtpc.batch import worker
+from vllm_mtpc.cli import main
+from vllm_mtpc.engine.server import Client
+from vllm_mtpc.ray_serve.deployments import build
 from vllm_mtpc.ray_serve.options import ServeOptions
+
+PATIENCE_S = 180  # to see a replica come or go; a few seconds on an idle machine
 
 
 @pytest.fixture(scope="module")
 def client():
     """A client of an app of two engines; a request may outlive one engine, and takes at most 15 seconds."""
-    from ray import serve
+    options = ServeOptions(model="m", replicas=2, attempts=2, request_timeout_s=15, health_period_s=1)
+    with pytest.MonkeyPatch.context() as patch:
 
-    from vllm_mtpc.ray_serve.deployments import build
+        def app():
+            patch.setenv("VLLM_API_KEY", "sesame")  # after the nodes: it is not in their environment
+            return build(options, FAKE)
 
-    port = free_port()
-    with cluster(cpus=3), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_API_KEY", "sesame")  # after the nodes: it is not in their environment
-        serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
-        options = ServeOptions(model="m", replicas=2, attempts=2, request_timeout_s=15, health_period_s=1)
-        serve.run(build(options, FAKE), route_prefix="/")
-        yield Client(port, timeout_s=60)
-        serve.shutdown()
+        with serving(app, cpus=3) as client:
+            yield client
 
 
 def processes(client: Client) -> set[int]:
     """Servers that answer, once there are two of them."""
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(lambda _: ask(client, "who", max_tokens=20), range(8)))
@@ -108,31 +111,21 @@ def test_streams_are_forwarded_without_delay(client):
     assert times[-1] - times[0] > 0.4  # five events, 0.2 s apart
 
 
-def test_killed_engine_loses_no_request(client):
-    """20 requests of 4 s are under way when one of the two servers is killed: all are answered, by the other one or
-    the one that comes for it; and the app has two engines again."""
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_engine_that_ends_loses_no_request(client, how):
+    """20 requests of 3 s are under way when one of the two servers is killed or stopped: the other one, or the one that
+    replaces it, answers them. A stopped vLLM answers 200 with finish_reason "abort", which no client receives.
+    """
     victim, other = processes(client)
-    with ThreadPoolExecutor(20) as pool:
-        asked = [pool.submit(ask, client, f"prompt {number}", max_tokens=400) for number in range(20)]
-        time.sleep(1.0)
-        os.kill(victim, signal.SIGKILL)
-        answers = [future.result() for future in asked]
-    assert [status for status, _ in answers] == [200] * 20
-    assert [body["choices"][0]["text"] for _, body in answers] == [f"prompt {n}"[::-1] for n in range(20)]
-    assert victim not in {body["process"] for _, body in answers}
-    assert other in processes(client)
-
-
-def test_stopped_engine_loses_no_request(client):
-    """SIGTERM to a server under load: vLLM answers 200 with finish_reason "abort", of which no client hears."""
-    victim, _ = processes(client)
     with ThreadPoolExecutor(20) as pool:
         asked = [pool.submit(ask, client, f"prompt {number}", max_tokens=300) for number in range(20)]
         time.sleep(1.0)
-        os.kill(victim, signal.SIGTERM)
+        os.kill(victim, how)
         answers = [future.result() for future in asked]
     assert [status for status, _ in answers] == [200] * 20
     assert [body["choices"] for _, body in answers] == [[{"text": f"prompt {n}"[::-1]}] for n in range(20)]
+    assert victim not in {body["process"] for _, body in answers}
+    assert other in processes(client)
 
 
 def test_metrics_are_those_of_all_replicas(client):
@@ -157,3 +150,58 @@ def test_started_stream_ends_with_an_error(client):
     events, _ = stream(client, "abcdefghij", on_first=lambda event: os.kill(event["process"], signal.SIGKILL))
     assert "died" in events[-1]["error"]["message"]
     assert 2 <= len(events) < 10
+
+
+def replicas() -> int:
+    """Engines that run."""
+    from ray import serve
+
+    states = serve.status().applications["default"].deployments["Engine"].replica_states
+    return states.get("RUNNING", 0)
+
+
+@pytest.mark.slow
+def test_engines_scale_with_requests():
+    quick = {"upscale_delay_s": 0.5, "downscale_delay_s": 1, "look_back_period_s": 2, "metrics_interval_s": 0.5}
+    options = ServeOptions(model="m", max_replicas=2, target_ongoing_requests=2, autoscaling=quick, health_period_s=1)
+    with serving(lambda: build(options, FAKE), cpus=3) as client, ThreadPoolExecutor(12) as pool:
+        assert replicas() == 1
+        found, deadline = set(), time.monotonic() + PATIENCE_S
+        while len(found) < 2 and time.monotonic() < deadline:  # twelve at once, where two are an engine's share
+            answers = list(pool.map(lambda number: ask(client, f"n {number}", max_tokens=100), range(12)))
+            assert [status for status, _ in answers] == [200] * 12
+            found |= {body["process"] for _, body in answers}
+        assert len(found) == 2
+        while replicas() != 1:
+            assert time.monotonic() < deadline + PATIENCE_S
+            time.sleep(0.5)
+        assert ask(client, "abc")[0] == 200
+
+
+@pytest.mark.slow
+def test_node_that_dies_loses_no_line_of_a_batch_job(tmp_path, monkeypatch, capsys):
+    """60 lines of 0.3 s, two engines that take four at once; the second node is killed after the first parts."""
+    monkeypatch.setattr(worker, "PROGRAM", FAKE)
+    lines = [json.dumps({"id": f"n{number}", "prompt": f"prompt {number}"}) for number in range(60)]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    out = tmp_path / "out"
+    with cluster(2, cpus=1) as nodes:
+
+        def kill() -> None:
+            while len(list(out.glob("part-*.jsonl"))) < 3:
+                time.sleep(0.05)
+            nodes.kill()
+
+        killer = threading.Thread(target=kill, daemon=True)
+        killer.start()
+        where = ["--input", str(tmp_path / "in.jsonl"), "--output", str(out), "--model", "m", "--replicas", "2"]
+        size = ["--part-lines", "4", "--in-flight", "4", "--body", '{"max_tokens": 30}']
+        assert main(["batch", *where, *size]) == 0
+        killer.join(timeout=1)
+        assert not killer.is_alive()
+    answers = [json.loads(line) for part in out.glob("part-*.jsonl") for line in part.read_text().splitlines()]
+    bodies = {answer["custom_id"]: answer["response"]["body"] for answer in answers}
+    texts = {name: body["choices"][0]["text"] for name, body in bodies.items()}
+    assert len(answers) == 60 and texts == {f"n{number}": f"prompt {number}"[::-1] for number in range(60)}
+    assert len({body["process"] for body in bodies.values()}) >= 2  # both nodes have answered
+    assert "60 lines answered, 0 of them with an error" in capsys.readouterr().out

@@ -8,11 +8,12 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from benchmarks.nodes import PATIENCE, Nodes
-from vllm_mtpc.engine.server import Client
+from vllm_mtpc.engine.server import Client, free_port
 
 FAKE = [sys.executable, str(Path(__file__).parent / "fake_server.py")]
 
@@ -41,6 +42,19 @@ def cluster(count: int = 1, cpus: float = 2, gpus: float = 0, **environment: str
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def serving(build: Callable[[], Any], cpus: float) -> Iterator[Client]:
+    """A client of the app on Ray Serve that `build` returns, on a cluster of its own."""
+    from ray import serve
+
+    port = free_port()
+    with cluster(cpus=cpus):
+        serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
+        serve.run(build(), route_prefix="/")
+        yield Client(port)
+        serve.shutdown()
 
 
 def ask(client: Client, prompt: str, **more) -> tuple[int, dict]:
