@@ -102,8 +102,7 @@ def make(name: str, window: int, layers: int = 2, hidden: int = 64) -> Toy:
         for seed, some in enumerate((prompts[:TEXTS], prompts[TEXTS:]))
     ]
     written = texts[0].tokens[:, : language.length].numpy()
-    documents = Documents.join([(text, np.ones(len(text), bool)) for text in written])
-    return Toy(name, teacher, documents, texts[1])
+    return Toy(name, teacher, [(text, np.ones(len(text), bool)) for text in written], texts[1])
 
 
 def train(toy: Toy, window: int, steps: int, trainer: type[PtpTrainer] = PtpTrainer, **changes: Any) -> Student:

@@ -15,11 +15,13 @@ from vllm_mtpc.errors import UsageError
 from vllm_mtpc.hf.attention import packed_arguments
 from vllm_mtpc.train.windows import eligible, window_states, window_tokens
 
+MASKS = st.lists(st.lists(st.booleans(), max_size=40), min_size=1, max_size=25)
+
 
 def numbered(masks: list[list[bool]]) -> Documents:
     """Documents whose tokens count on through all of them, so that each token tells where it is from."""
     starts = np.cumsum([0, *(len(mask) for mask in masks)])
-    return Documents.join((range(start, start + len(mask)), mask) for start, mask in zip(starts, masks, strict=False))
+    return [(start + np.arange(len(mask)), np.array(mask, bool)) for start, mask in zip(starts, masks, strict=False)]
 
 
 def trained(*lengths: int) -> Documents:
@@ -36,24 +38,22 @@ def parts(rows: Rows) -> list[tuple[list[int], list[bool]]]:
     return found
 
 
-masks = st.lists(st.lists(st.booleans(), max_size=40), min_size=1, max_size=25)
-
-
-@given(masks, st.integers(2, 16), st.integers(0, 5))
+@given(MASKS, st.integers(2, 16), st.integers(0, 5), st.integers(2, 12))
 @settings(max_examples=300, deadline=None)
-def test_every_token_of_every_kept_document_once_and_in_order(masks: list[list[bool]], seq_len: int, seed: int) -> None:
+def test_every_token_of_every_kept_document_once_and_in_order(
+    masks: list[list[bool]], seq_len: int, seed: int, window: int
+) -> None:
     documents = numbered(masks)
     pieces = []  # by definition: split every seq_len tokens, keep pieces with a trained token after the first
-    for index in range(len(documents)):
-        tokens, mask = documents[index]
+    for index, (tokens, mask) in enumerate(documents):
         for at in range(0, len(tokens), seq_len):
             if mask[at + 1 : at + seq_len].any():
                 pieces.append((index, tokens[at : at + seq_len].tolist(), mask[at : at + seq_len].tolist()))
     if not pieces:
         with pytest.raises(UsageError, match="has a token to train on after its first"):
-            pack(documents, seq_len, 4, seed)
+            pack(documents, seq_len, window, seed)
         return
-    rows, report = pack(documents, seq_len, 4, seed)
+    rows, report = pack(documents, seq_len, window, seed)
     assert sorted(parts(rows)) == sorted((tokens, mask) for _, tokens, mask in pieces)
 
     for document in rows.document:  # 0, 1, 2, ... without gaps, padding at the end only
@@ -64,23 +64,12 @@ def test_every_token_of_every_kept_document_once_and_in_order(masks: list[list[b
     padding = rows.document < 0
     assert not rows.tokens[padding].any() and not rows.trained[padding].any()
 
-    kept = sum(len(tokens) for _, tokens, _ in pieces)
     assert rows.tokens.shape == rows.document.shape == rows.trained.shape == (report.rows, seq_len)
     assert (rows.tokens.dtype, rows.document.dtype, rows.trained.dtype) == (torch.int32, torch.int32, torch.bool)
-    assert report.documents == len({index for index, *_ in pieces})
-    assert report.documents + report.dropped == len(documents)
-    assert report.tokens == kept
+    assert report.documents == len({index for index, *_ in pieces}) == len(documents) - report.dropped
+    assert report.tokens == sum(len(tokens) for _, tokens, _ in pieces)
     assert report.padding == pytest.approx(padding.float().mean().item())
 
-
-@given(masks, st.integers(2, 16), st.integers(2, 12))
-@settings(max_examples=200, deadline=None)
-def test_the_warning_tells_the_longest_window(masks: list[list[bool]], seq_len: int, window: int) -> None:
-    documents = numbered(masks)
-    try:
-        rows, report = pack(documents, seq_len, window, 0)
-    except UsageError:
-        return
     row, start = eligible(rows).nonzero(as_tuple=True)
     longest = int((window_tokens(rows, row, start, 64) >= 0).sum(1).max())  # by the windows that training reads
     assert (report.warning is None) == (longest >= window)
@@ -103,30 +92,25 @@ def test_rows_are_full() -> None:
     assert report.padding < 0.01
 
 
-def test_a_long_document_is_cut_into_documents() -> None:
-    rows, report = pack(trained(11), 4, 2, 0)
-    assert sorted(parts(rows)) == [([0, 1, 2, 3], [True] * 4), ([4, 5, 6, 7], [True] * 4), ([8, 9, 10], [True] * 3)]
-    assert (report.documents, report.dropped) == (1, 0)
-    _, report = pack(trained(9), 4, 2, 0)  # the last piece is one token: nothing to predict
-    assert (report.tokens, report.dropped) == (8, 0)
-
-
-def test_unpackable_documents_are_refused() -> None:
-    with pytest.raises(UsageError, match="none of 3 document"):
-        pack(trained(1, 1, 0), 8, 4, 0)
-    with pytest.raises(UsageError, match="assistant's turn"):
-        pack(numbered([[True, False, False]]), 8, 4, 0)  # only the first token is trained
-    with pytest.raises(UsageError, match="seq_len of 2 or more"):
-        pack(trained(5), 1, 4, 0)
-    with pytest.raises(UsageError, match="none of 0 document"):
-        pack(trained(), 8, 4, 0)
-
-
-# --- nothing leaks: other tokens in one document change no state and no window of its neighbours
+@pytest.mark.parametrize(
+    ("masks", "seq_len", "message"),
+    [
+        ([[True], [True], []], 8, "none of 3 document"),
+        ([[True, False, False]], 8, "assistant's turn"),  # only the first token is trained
+        ([[True] * 5], 1, "seq_len of 2 or more"),
+        ([], 8, "none of 0 document"),
+    ],
+)
+def test_unpackable_documents_are_refused(masks: list[list[bool]], seq_len: int, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        pack(numbered(masks), seq_len, 4, 0)
 
 
 def test_neighbour_document_changes_no_state() -> None:
-    """Bit for bit: the kernels and their sizes are the same, and masked scores weigh exactly zero."""
+    """Other tokens in one document change no state and no window of another one.
+
+    Bit for bit: the kernels and their sizes are the same, and masked scores weigh exactly zero.
+    """
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = LlamaModel(LlamaConfig(vocab_size=200, max_position_embeddings=64, **sizes)).eval().requires_grad_(False)
@@ -138,7 +122,8 @@ def test_neighbour_document_changes_no_state() -> None:
         packing = packed_arguments(rows.document, "torch")
         return model(input_ids=tokens.long(), use_cache=False, **packing).last_hidden_state
 
-    owner = torch.bucketize(rows.tokens, torch.tensor(documents.offsets[1:-1], dtype=torch.int32), right=True)
+    firsts = torch.tensor([int(tokens[0]) for tokens, _ in documents[1:]], dtype=torch.int32)
+    owner = torch.bucketize(rows.tokens, firsts, right=True)
     owner = torch.where(rows.document >= 0, owner, -1)
     before = states(rows.tokens)
     row, start = eligible(rows).nonzero(as_tuple=True)
@@ -168,32 +153,23 @@ def test_leak_between_documents_is_found() -> None:
     assert (window_tokens(leaking, *at, 4) >= 0).sum() == 4
 
 
-# --- validation
-
-
 @given(st.integers(2, 300), st.integers(0, 3))
 @settings(max_examples=50, deadline=None)
-def test_held_out_documents(count: int, seed: int) -> None:
+def test_seed_selects_held_out_documents(count: int, seed: int) -> None:
     documents = trained(*range(1, count + 1))
-    train, valid = split_validation(documents, seed)
-    assert len(valid) == max(1, round(0.02 * count)) and len(train) + len(valid) == count
-    both = sorted((part[i][0].tolist() for part in (train, valid) for i in range(len(part))), key=len)
-    assert both == [documents[i][0].tolist() for i in range(count)]
-    assert list(train.lengths) == sorted(train.lengths)  # in their order
-    again = split_validation(documents, seed)[1]
-    assert np.array_equal(again.tokens, valid.tokens)
-
-
-def test_seed_selects_held_out_documents() -> None:
-    documents = trained(*range(1, 201))
-    assert len({tuple(split_validation(documents, seed)[1].lengths) for seed in range(5)}) == 5
+    train, valid = ([tokens.tolist() for tokens, _ in part] for part in split_validation(documents, seed))
+    assert len(valid) == max(1, round(0.02 * count))
+    assert sorted([*train, *valid], key=len) == [tokens.tolist() for tokens, _ in documents]
+    assert train == sorted(train, key=len)  # in their order
+    assert [tokens.tolist() for tokens, _ in split_validation(documents, seed)[1]] == valid
+    if count > 200:
+        assert [tokens.tolist() for tokens, _ in split_validation(documents, seed + 1)[1]] != valid
 
 
 def test_end_of_single_document_is_held_out() -> None:
-    train, valid = split_validation(trained(500), 0)
-    assert (train.tokens.tolist(), valid.tokens.tolist()) == (list(range(490)), list(range(490, 500)))
-    train, valid = split_validation(trained(4), 0)
-    assert (len(train.tokens), len(valid.tokens)) == (2, 2)
+    for size, first in ((500, 490), (4, 2)):
+        (train, _), (valid, _) = (part for (part,) in split_validation(trained(size), 0))
+        assert (train.tolist(), valid.tolist()) == (list(range(first)), list(range(first, size)))
 
 
 def test_unsplittable_documents_are_refused() -> None:

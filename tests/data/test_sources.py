@@ -9,12 +9,13 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.demo.byte_target import build_tokenizer
 from vllm_mtpc import demo
 from vllm_mtpc.data import sources
-from vllm_mtpc.data.sources import BIN_MAGIC, Documents, load_documents
+from vllm_mtpc.data.sources import BIN_MAGIC, Documents, encode_chat, load_documents
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval import doctor
 
@@ -32,11 +33,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return tok
 
 
+def ids(documents: Documents) -> list[list[int]]:
+    return [tokens.tolist() for tokens, _ in documents]
+
+
 def texts(documents: Documents) -> list[str]:
     """Documents of bytes, each of which must end with the end of text."""
-    found = [documents[i][0].tolist() for i in range(len(documents))]
-    assert all(ids[-1] == EOS for ids in found)
-    return [bytes(ids[:-1]).decode() for ids in found]
+    assert all(tokens[-1] == EOS for tokens in ids(documents))
+    return [bytes(tokens[:-1]).decode() for tokens in ids(documents)]
 
 
 def lines(path: Path, *records: object) -> str:
@@ -56,54 +60,43 @@ def test_text_files_become_one_document_each(tmp_path: Path, tokenizer: PreTrain
     (tmp_path / "two").write_text("b")
     documents = load_documents([str(tmp_path / "two"), str(tmp_path / "one.rst")], tokenizer)
     assert texts(documents) == ["b", "héllo\n"]
-    assert documents.trained.all()
-    assert (documents.tokens.dtype, documents.trained.dtype) == (np.int32, bool)
-    assert documents.offsets.tolist() == [0, 2, 10]
+    assert all(mask.all() and (tokens.dtype, mask.dtype) == (np.int32, bool) for tokens, mask in documents)
 
 
 def test_end_of_text_is_added_once(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text("ab<|endoftext|>")
-    assert load_documents([str(path)], tokenizer).tokens.tolist() == [97, 98, EOS]
-    without = build_tokenizer()
+    path, without = tmp_path / "a.txt", build_tokenizer()
     without.eos_token = None
-    path.write_text("ab")
-    assert load_documents([str(path)], without).tokens.tolist() == [97, 98]
+    for text, tok, expected in (("ab<|endoftext|>", tokenizer, [97, 98, EOS]), ("ab", without, [97, 98])):
+        path.write_text(text)
+        assert ids(load_documents([str(path)], tok)) == [expected]
 
 
-def test_folder_is_read_in_sorted_order(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_folder_and_glob_are_read_in_sorted_order(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     (tmp_path / "sub").mkdir()
-    for name in ("z.txt", "sub/b.md", "a.py", "sub/skipped.png", "skipped.cfg"):
+    for name in ("z.txt", "sub/b.md", "b.txt", "a.py", "sub/skipped.png", "skipped.cfg"):
         (tmp_path / name).write_text(name)
     (tmp_path / "__init__.py").touch()  # nothing in it: skipped in a folder
     lines(tmp_path / "m.jsonl", {"text": "one"}, {"text": "two"})
-    assert texts(load_documents([str(tmp_path)], tokenizer)) == ["a.py", "one", "two", "sub/b.md", "z.txt"]
-
-
-def test_glob_reads_matching_files(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    for name in ("b.txt", "a.txt", "c.md"):
-        (tmp_path / name).write_text(name)
-    assert texts(load_documents([str(tmp_path / "*.txt")], tokenizer)) == ["a.txt", "b.txt"]
+    datasets.Dataset.from_dict({"text": ["three", "four"]}).to_parquet(tmp_path / "sub" / "a.parquet")
+    assert texts(load_documents([str(tmp_path / "*.txt")], tokenizer)) == ["b.txt", "z.txt"]
+    assert texts(load_documents([str(tmp_path / "sub" / "*.parquet")], tokenizer)) == ["three", "four"]
+    (tmp_path / "sub" / "a.parquet").unlink()
+    assert texts(load_documents([str(tmp_path)], tokenizer)) == ["a.py", "b.txt", "one", "two", "sub/b.md", "z.txt"]
 
 
 def test_jsonl_reads_mixed_forms(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "xy"}]
-    ids = {"id": 7, "prompt_ids": [1, 2], "response_ids": [3, 4, 5], "finish_reason": "stop"}
-    path = lines(tmp_path / "d.jsonl", {"text": "t"}, {"messages": chat}, ids, {**ids, "text": "not this"})
-    documents = load_documents([path], tokenizer)
-    got = [[(int(t), bool(m)) for t, m in zip(*documents[i], strict=True)] for i in range(len(documents))]
-    prompt = [(b, False) for b in b"u:q"] + [(EOS, False)] + [(b, False) for b in b"a:"]
-    assert got[0] == [(ord("t"), True), (EOS, True)]
-    assert got[1] == [*prompt, (ord("x"), True), (ord("y"), True), (EOS, True)]
-    assert got[2] == got[3] == [(1, False), (2, False), (3, True), (4, True), (5, True)]
+    given = {"id": 7, "prompt_ids": [1, 2], "response_ids": [3, 4, 5], "finish_reason": "stop"}
+    more = [{"text": "t"}, {"messages": chat, "text": "nor this"}, given, {**given, "text": "not this"}, {"text": "u"}]
+    documents = load_documents([lines(tmp_path / "d.jsonl", *more)], tokenizer)
+    assert ids(documents) == [[ord("t"), EOS], [*b"u:q", EOS, *b"a:xy", EOS], *[[1, 2, 3, 4, 5]] * 2, [ord("u"), EOS]]
+    untrained = [len(mask) - mask.sum() for _, mask in documents]
+    assert untrained == [0, 6, 2, 2, 0] and all(mask[-2:].all() for _, mask in documents)
 
 
 def test_token_ids_need_no_tokenizer(tmp_path: Path) -> None:
-    ids = lines(tmp_path / "d.jsonl", {"prompt_ids": [1], "response_ids": [2, 3]})
-    assert load_documents([ids], None).tokens.tolist() == [1, 2, 3]
-    tokens = bin_file(tmp_path / "d.bin", [5, 6, 7])
-    documents = load_documents([tokens], None)
-    assert (documents.tokens.tolist(), len(documents)) == ([5, 6, 7], 1)
+    given = lines(tmp_path / "d.jsonl", {"prompt_ids": [1], "response_ids": [2, 3]})
+    assert ids(load_documents([given, bin_file(tmp_path / "d.bin", [5, 6, 7])], None)) == [[1, 2, 3], [5, 6, 7]]
     for record in ({"text": "a"}, {"messages": [{"role": "assistant", "content": "a"}]}):
         with pytest.raises(UsageError, match=r"t\.jsonl:1: the target has no tokenizer.*prompt_ids"):
             load_documents([lines(tmp_path / "t.jsonl", record)], None)
@@ -139,26 +132,13 @@ def test_few_bytes_truncate_texts_and_skip_files(tmp_path: Path, tokenizer: PreT
     assert texts(load_documents([str(tmp_path / "long")], tokenizer, most_bytes=90)) == ["x" * 90]
 
 
-def test_a_file_whose_keys_change_late_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """The columns of a .jsonl file are those of its first 10 MB."""
-    path = tmp_path / "d.jsonl"
-    path.write_text('{"text": "%s"}\n' % ("x" * (11 << 20)) + '{"prompt_ids": [1], "response_ids": [2]}\n')
-    with pytest.raises(UsageError, match=r"cannot be read .*expected is records of one form"):
-        load_documents([str(path)], tokenizer)
-
-
-def test_parquet_file_is_read(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    datasets.Dataset.from_dict({"text": ["one", "two"]}).to_parquet(tmp_path / "a.parquet")
-    assert texts(load_documents([str(tmp_path / "*.parquet")], tokenizer)) == ["one", "two"]
-
-
 def test_most_bytes_limits_bin_and_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = bin_file(tmp_path / "a.bin", list(range(100)), header=False)
-    assert load_documents([path], None, most_bytes=20).tokens.tolist() == list(range(10))
+    assert ids(load_documents([path], None, most_bytes=20)) == [list(range(10))]
     rows = datasets.Dataset.from_dict({"prompt_ids": [[0]] * 100, "response_ids": [[n] for n in range(100)]})
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **more: rows)
     found = load_documents(["name"], None, most_bytes=rows.data.nbytes // 10)
-    assert found.tokens[1::2].tolist() == list(range(0, 100, 10))
+    assert ids(found) == [[0, number] for number in range(0, 100, 10)]
 
 
 def test_doctor_limits_the_data_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,25 +152,6 @@ def test_doctor_limits_the_data_it_reads(tmp_path: Path, monkeypatch: pytest.Mon
     prompts, _ = doctor._prompts(args, str(demo.path("target")), 3)
     assert [len(prompt) for prompt in prompts] == [8] * 4
     assert len(found[0]) == 13  # 400 bytes of lines of 33
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("none.jsonl", "no such file or folder"),
-        ("./none", "no such file or folder"),
-        ("none*.cfg", "no file matches"),
-        ("empty.txt", "the file is empty"),
-        ("hollow", r"no \*\.txt, \*\.md, \*\.py, \*\.jsonl file with content"),
-    ],
-)
-def test_missing_data_is_refused_without_reading(tmp_path: Path, name: str, message: str, monkeypatch) -> None:
-    (tmp_path / "empty.txt").touch()
-    (tmp_path / "hollow").mkdir()
-    monkeypatch.chdir(tmp_path)
-    for given in (name, str(tmp_path / name)):
-        with pytest.raises(UsageError, match=message):
-            sources.size_of([given])
 
 
 # --- the datasets library
@@ -222,15 +183,10 @@ def test_dataset_name_and_config_are_loaded(tokenizer, monkeypatch: pytest.Monke
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     documents = load_documents(["some/chats:small", "some/chats"], tokenizer, split="held_out")
     assert asked == [(("some/chats", c), {"split": "held_out"}) for c in ("small", None)]
-    assert bytes(documents.tokens[documents.trained][:1].astype(np.uint8)) == b"x"
+    assert [tokens[mask].tolist() for tokens, mask in documents] == [[ord("x"), EOS]] * 2
     data = datasets.Dataset.from_dict({"question": ["?"]})
     with pytest.raises(UsageError, match="columns question; a column text or messages is needed"):
         load_documents(["some/chats"], tokenizer)
-
-
-def test_unknown_name_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(UsageError, match=r"data no-such-set: neither a file or folder nor a data set"):
-        load_documents(["no-such-set"], tokenizer)
 
 
 # --- .bin
@@ -249,75 +205,189 @@ def test_unknown_name_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
 )
 def test_bin_is_split_at_end_of_text(tmp_path: Path, tokenizer, header, tokens, documents) -> None:
     loaded = load_documents([bin_file(tmp_path / "d.bin", tokens, header)], tokenizer)
-    assert [loaded[i][0].tolist() for i in range(len(loaded))] == documents
-    assert loaded.trained.all()
-
-
-def test_bad_bin_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    def refused(content: bytes, message: str) -> None:
-        path = tmp_path / "bad.bin"
-        path.write_bytes(content)
-        with pytest.raises(UsageError, match=message) as error:
-            load_documents([str(path)], tokenizer)
-        assert "bad.bin" in str(error.value)
-
-    good = Path(bin_file(tmp_path / "good.bin", list(range(100)))).read_bytes()
-    for content, tokens in (
-        (good[:-20], "90.0"),
-        (good[:-21], "89.5"),
-        (good + b"\0\0", "101.0"),
-        (good[:1024], "0.0"),
-    ):
-        refused(content, rf"tokens \[20240520, 1, 100\]; \[20240520, 1, {tokens}\] are expected")
-    refused(good[:4] + b"\2" + good[5:], r"\[20240520, 2, 100\]; \[20240520, 1, 100\.0\] are expected")
-    refused(np.array([20240801], "<i4").tobytes() + good[4:], r"\[20240801, 1, 100\]; \[20240520, 1, 100\.0\]")
-    refused(b"\1\0\2", "3 bytes of tokens; uint16 tokens are expected")
-    refused(Path(bin_file(tmp_path / "empty.bin", [])).read_bytes(), "0 bytes of tokens")
-    refused(np.array([5, 9, 300, 400], "<u2").tobytes(), "token id 300 is outside the target's vocabulary of 257")
+    assert ids(loaded) == documents and all(mask.all() for _, mask in loaded)
 
 
 # --- errors
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("name", "message"),
     [
-        (b'{"text": "a"}\n{"text": \n', r"d\.jsonl: cannot be read \(JSON parse error.*row 1\)"),
-        (b'{"text": "a"}\n\n[1]\n', r"d\.jsonl: cannot be read \(JSON parse error.*expected is records of one form"),
-        (b'{"text": "a"}\n{"text": "\xff"}\n', "cannot be read .*utf-8.*0xff"),
-        (b'{"txt": "a"}\n', r"d\.jsonl:1: keys txt; a record must be one of"),
-        (b"{}\n", "no document with a token to train on"),
-        (b'{"text": 5}\n', r"d\.jsonl:1: text must be a string"),
-        (b'{"messages": [{"content": "q"}]}\n', r"d\.jsonl:1: messages must be a list of"),
-        (b'{"messages": [{"role": "user", "content": "q"}]}\n', "no document with a token to train on"),
-        (b'{"prompt_ids": [1], "response_ids": "23"}\n', r"d\.jsonl:1: response_ids must be a list of integers"),
-        (b'{"prompt_ids": [1, 1.5], "response_ids": [2]}\n', r"d\.jsonl:1: prompt_ids must be a list of integers"),
-        (b'{"prompt_ids": [1], "response_ids": [true]}\n', r"d\.jsonl:1: response_ids must be a list of integers"),
-        (b'{"prompt_ids": [1], "response_ids": [2, 257]}\n', r"d\.jsonl:1: token id 257 is outside .* of 257"),
-        (b'{"prompt_ids": [-1], "response_ids": [2]}\n', r"d\.jsonl:1: token id -1 is outside"),
-        (b'{"prompt_ids": [99999999999999999999], "response_ids": [2]}\n', "prompt_ids must be a list of integers"),
-        (b'{"prompt_ids": [1], "response_ids": []}\n', "no document with a token to train on"),
-        (b"\n\n", "no document with a token to train on"),
+        ("none.jsonl", "no such file or folder"),
+        ("./none", "no such file or folder"),
+        ("none*.cfg", "no file matches"),
+        ("empty.txt", "the file is empty"),
+        ("hollow", r"no \*\.txt, \*\.md, \*\.py, \*\.jsonl file with content"),
     ],
 )
-def test_bad_jsonl_is_refused(tmp_path: Path, tokenizer, content: bytes, message: str) -> None:
-    path = tmp_path / "d.jsonl"
+def test_missing_data_is_refused_without_reading(tmp_path: Path, name: str, message: str, monkeypatch) -> None:
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "hollow").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for given in (name, str(tmp_path / name)):
+        with pytest.raises(UsageError, match=message):
+            sources.size_of([given])
+
+
+def test_unknown_name_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(UsageError, match=r"data no-such-set: neither a file or folder nor a data set"):
+        load_documents(["no-such-set"], tokenizer)
+
+
+def bin_of(*header: int, tokens: int = 100) -> bytes:
+    """A .bin file whose header starts with these numbers."""
+    return np.pad(np.array(header, "<i4"), (0, 256 - len(header))).tobytes() + np.arange(tokens, dtype="<u2").tobytes()
+
+
+GOOD = bin_of(BIN_MAGIC, 1, 100)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("d.jsonl", b'{"text": "a"}\n{"text": \n', r"d\.jsonl: cannot be read \(JSON parse error.*row 1\)"),
+        ("d.jsonl", b'{"text": "a"}\n\n[1]\n', r"d\.jsonl: cannot be read \(JSON parse error.*is records of one form"),
+        ("d.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "cannot be read .*utf-8.*0xff"),
+        pytest.param(  # the columns of a .jsonl file are those of its first 10 MB
+            "d.jsonl", b'{"text": "%s"}\n{"prompt_ids": [1]}\n' % (b"x" * (11 << 20)), "of one form", id="late keys"
+        ),
+        ("d.jsonl", b'{"txt": "a"}\n', r"d\.jsonl:1: keys txt; a record must be one of"),
+        ("d.jsonl", b"{}\n", "no document with a token to train on"),
+        ("d.jsonl", b'{"text": 5}\n', r"d\.jsonl:1: text must be a string"),
+        ("d.jsonl", b'{"messages": [{"content": "q"}]}\n', r"d\.jsonl:1: messages must be a list of"),
+        ("d.jsonl", b'{"messages": [{"role": "user", "content": "q"}]}\n', "no document with a token to train on"),
+        ("d.jsonl", b'{"prompt_ids": [1], "response_ids": "23"}\n', r"d\.jsonl:1: response_ids must be a list of int"),
+        ("d.jsonl", b'{"prompt_ids": [1, 1.5], "response_ids": [2]}\n', r":1: prompt_ids must be a list of integers"),
+        ("d.jsonl", b'{"prompt_ids": [1], "response_ids": [true]}\n', r":1: response_ids must be a list of integers"),
+        ("d.jsonl", b'{"prompt_ids": [1], "response_ids": [2, 257]}\n', r"d\.jsonl:1: token id 257 is outside .* 257"),
+        ("d.jsonl", b'{"prompt_ids": [-1], "response_ids": [2]}\n', r"d\.jsonl:1: token id -1 is outside"),
+        ("d.jsonl", b'{"prompt_ids": [99999999999999999999], "response_ids": [2]}\n', "prompt_ids must be a list"),
+        ("d.jsonl", b'{"prompt_ids": [1], "response_ids": []}\n', "no document with a token to train on"),
+        ("d.jsonl", b"\n\n", "no document with a token to train on"),
+        ("latin.txt", "née".encode("latin-1"), "latin.txt: cannot be read .*utf-8.*0xe9"),
+        ("zero.txt", b"a\0b", "zero.txt: cannot be read .it holds zero bytes"),
+        ("d.bin", GOOD[:-20], r"d\.bin: .*tokens \[20240520, 1, 100\]; \[20240520, 1, 90.0\] are expected"),
+        ("d.bin", GOOD[:-21], r"\[20240520, 1, 100\]; \[20240520, 1, 89.5\] are expected"),
+        ("d.bin", GOOD + b"\0\0", r"\[20240520, 1, 100\]; \[20240520, 1, 101.0\] are expected"),
+        ("d.bin", GOOD[:1024], r"\[20240520, 1, 100\]; \[20240520, 1, 0.0\] are expected"),
+        ("d.bin", bin_of(BIN_MAGIC, 2, 100), r"\[20240520, 2, 100\]; \[20240520, 1, 100\.0\] are expected"),
+        ("d.bin", bin_of(20240801, 1, 100), r"\[20240801, 1, 100\]; \[20240520, 1, 100\.0\]"),
+        ("d.bin", b"\1\0\2", "3 bytes of tokens; uint16 tokens are expected"),
+        ("d.bin", bin_of(BIN_MAGIC, 1, 0, tokens=0), "0 bytes of tokens"),
+        ("d.bin", np.array([5, 9, 300, 400], "<u2").tobytes(), "token id 300 is outside .* of 257"),
+    ],
+)
+def test_bad_file_is_refused(tmp_path: Path, tokenizer, name: str, content: bytes, message: str) -> None:
+    path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(UsageError, match=message) as error:
         load_documents([str(path)], tokenizer)
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_bad_text_file_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    for name, content, message in (
-        ("latin.txt", "née".encode("latin-1"), "cannot be read .*utf-8.*0xe9"),
-        ("zero.txt", b"a\0b", "cannot be read .it holds zero bytes"),
-    ):
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(UsageError, match=f"{name}: {message}"):
-            load_documents([str(tmp_path / name)], tokenizer)
-
-
 def test_vocabulary_may_exceed_the_tokenizer(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = lines(tmp_path / "d.jsonl", {"prompt_ids": [1], "response_ids": [300]})
-    assert load_documents([path], tokenizer, vocab_size=320).tokens.tolist() == [1, 300]
+    assert ids(load_documents([path], tokenizer, vocab_size=320)) == [[1, 300]]
+
+
+# --- conversations: trained are the tokens that the target generates, with the end of each turn
+
+# Each header and end is one special token next to the bytes; "\n" after the end is written by the template alone.
+LOOP = "{%- for m in messages %}{{ '<|' + m.role + '|>' }}"
+END = "{%- endfor %}{%- if add_generation_prompt %}{{ '<|assistant|>' }}{%- endif %}"
+PLAIN = LOOP + "{{ m.content + '<|end|>\n' }}" + END
+# With markers of transformers around the assistant's content, which change nothing.
+MARKED = LOOP + "{% generation %}{{ m.content }}{% endgeneration %}{{ '<|end|>\n' }}" + END
+# Shows reasoning in the last turn only, as templates of reasoning models do.
+REASONING = (
+    LOOP
+    + "{%- if m.role == 'assistant' and loop.last %}{{ '<think>' + m.content }}{%- else %}{{ m.content }}{%- endif %}"
+    + "{{ '<|end|>\n' }}"
+    + END
+)
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "It is 4."},
+    {"role": "user", "content": "sure?"},
+    {"role": "assistant", "content": "Yes."},
+]
+ASKED = "<|system|>Be brief.<|end|>\n<|user|>2+2?<|end|>\n"
+SHOWN = ASKED + "<|assistant|>[It is 4.<|end|>]\n<|user|>sure?<|end|>\n<|assistant|>[Yes.<|end|>]\n"
+SPECIAL = [CHAT[1], {"role": "assistant", "content": "a<|user|>b"}]
+
+
+def chat_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
+    result = build_tokenizer()
+    names = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+    result.add_special_tokens(
+        {"additional_special_tokens": [AddedToken(n, special=True, normalized=False) for n in names]}
+    )
+    result.chat_template = template
+    return result
+
+
+def shown(document: tuple[list[int], list[bool]], tok: PreTrainedTokenizerFast) -> str:
+    """The text with the trained tokens in [brackets]."""
+    text, inside = "", False
+    for token, trained in zip(*document, strict=True):
+        if trained != inside:
+            text += "[" if trained else "]"
+        inside = trained
+        text += tok.decode([token])
+    return text + "]" * inside
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "documents"),
+    [
+        (PLAIN, CHAT, [SHOWN]),
+        (MARKED, CHAT, [SHOWN]),
+        (PLAIN, [*CHAT, {"role": "user", "content": "Thanks"}], [SHOWN]),
+        (PLAIN, CHAT[:2], [ASKED]),
+        # special tokens inside a turn do not end it; without a token that ends turns, all of the turn is trained
+        (PLAIN, SPECIAL, ["<|user|>2+2?<|end|>\n<|assistant|>[a<|user|>b<|end|>]\n"]),
+        (PLAIN.replace("<|end|>", ""), SPECIAL, ["<|user|>2+2?\n<|assistant|>[a<|user|>b\n]"]),
+        # turns that are rendered differently become documents
+        (
+            REASONING,
+            CHAT,
+            [
+                ASKED + "<|assistant|>[<think>It is 4.<|end|>]\n",
+                SHOWN.replace("[It is 4.<|end|>]", "It is 4.<|end|>").replace("[Yes", "[<think>Yes"),
+            ],
+        ),
+        (REASONING, CHAT[:3], [ASKED + "<|assistant|>[<think>It is 4.<|end|>]\n"]),
+    ],
+)
+def test_assistant_turns_are_trained_with_their_end(template: str, messages: list, documents: list[str]) -> None:
+    tok = chat_tokenizer(template)
+    found = encode_chat(messages, tok)
+    assert [shown(document, tok) for document in found] == documents
+    if messages is CHAT:  # as a server renders it
+        rendered = tok.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
+        tokens, trained = found[-1]
+        assert tokens == rendered
+        prompt = tok.apply_chat_template(messages[:-1], tokenize=True, add_generation_prompt=True, return_dict=True)
+        assert trained[len(prompt["input_ids"])] and not trained[len(prompt["input_ids"]) - 1]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "message"),
+    [
+        # its generation prompt differs from the start of its replies
+        (PLAIN.replace("{{ '<|assistant|>' }}", "{{ '<|reply|>' }}"), CHAT, "message 3, an assistant's, without its g"),
+        (None, CHAT, r"has no chat template.*give text or prompt_ids"),
+        ("{{ raise_exception('must alternate') }}", CHAT, "the chat template refuses the messages: must alternate"),
+        (PLAIN, [], "one message or more"),
+        (PLAIN, None, "must be a list"),
+        (PLAIN, {"role": "assistant"}, "must be a list"),
+        (PLAIN, ["hello"], "must be a list"),
+        (PLAIN, [{"content": "hello"}], "must be a list"),
+        (PLAIN, [{"role": "assistant"}], "refuses the messages"),
+    ],
+)
+def test_bad_messages_are_refused(template: str | None, messages: object, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        encode_chat(messages, chat_tokenizer(template))  # type: ignore[arg-type]

@@ -44,7 +44,7 @@ def test_every_draft_of_a_memorised_text_is_accepted(names: tuple[str, ...], tmp
     # some tokens past what is served: the last step's drafts are counted
     reader = Target(tmp_path / "target", [])
     texts = [prompt + reader.greedy(prompt, NEW + WINDOW) for prompt in PROMPTS]
-    documents = Documents.join([(text, np.arange(len(text)) >= len(PROMPTS[0])) for text in texts])
+    documents = [(np.array(text), np.arange(len(text)) >= len(PROMPTS[0])) for text in texts]
     engines = {}
     for name in names:
         fit(tmp_path, documents, tmp_path / name, KINDS[name])

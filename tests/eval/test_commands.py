@@ -17,7 +17,6 @@ from tests.support.tiny_ptp import random_student
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint import save_ptp
 from vllm_mtpc.data.prompts import held_out
-from vllm_mtpc.data.sources import Documents
 from vllm_mtpc.errors import MtpcError, UsageError
 from vllm_mtpc.eval import command, text
 from vllm_mtpc.eval.acceptance import measure
@@ -136,7 +135,7 @@ def test_head_of_another_size_is_refused(ptp_head):
 def test_prompts_are_the_tokens_before_the_trained_ones():
     """Chat: all up to the first trained token. Text: crops, no document too short, repeated where there are too few."""
     trained = [[False] * 3 + [True] * 2, [True] * 10, [True] * 3]
-    documents = Documents.join([(np.arange(100 * at, 100 * at + len(mask)), mask) for at, mask in enumerate(trained)])
+    documents = [(np.arange(100 * at, 100 * at + len(mask)), np.array(mask)) for at, mask in enumerate(trained)]
     found = text.prompts(documents, 9, 4, seed=0)
     chats = [prompt.tolist() for prompt in found if prompt[0] < 100]
     crops = [prompt.tolist() for prompt in found if prompt[0] >= 100]
@@ -146,7 +145,7 @@ def test_prompts_are_the_tokens_before_the_trained_ones():
     again = text.prompts(documents, 9, 4, seed=0)
     assert all(torch.equal(one, two) for one, two in zip(found, again, strict=True))
     with pytest.raises(UsageError, match="no document has 11 tokens"):
-        text.prompts(Documents.join(documents[at] for at in (1, 2)), 2, 11, seed=0)
+        text.prompts(documents[1:], 2, 11, seed=0)
 
 
 def test_head_with_draft_layers_reads_their_states():

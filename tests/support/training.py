@@ -57,7 +57,7 @@ def record_of(folder: Path) -> dict[str, Any]:
 
 def random_documents(count: int = 30, seed: int = 0) -> Documents:
     rng = np.random.default_rng(seed)
-    return Documents.join([(rng.integers(0, V, n), np.ones(n, bool)) for n in rng.integers(5, 40, count)])
+    return [(rng.integers(0, V, n), np.ones(n, bool)) for n in rng.integers(5, 40, count)]
 
 
 def options_for(target: Target, out: Path, **changes) -> TrainOptions:

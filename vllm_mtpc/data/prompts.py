@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
-from vllm_mtpc.data.chat import chat_prompt
+from vllm_mtpc.data.sources import chat_prompt, read_records
 from vllm_mtpc.errors import UsageError
 
 DEMO_PROMPTS = 512  # of about 900 definitions
@@ -50,7 +50,6 @@ def load(data: list[str], target: str, count: int, length: int, longest: int) ->
     Raises:
         UsageError: The target has no tokenizer, or no prompt is left.
     """
-    from vllm_mtpc.data.sources import read_records
     from vllm_mtpc.hf.model import target_tokenizer
 
     tokenizer = target_tokenizer(target)

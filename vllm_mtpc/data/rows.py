@@ -44,24 +44,31 @@ def pack(documents: Documents, seq_len: int, window: int, seed: int) -> tuple[Ro
     """
     if seq_len < 2:
         raise UsageError(f"seq_len={seq_len}: a window needs two tokens; give seq_len of 2 or more")
-    document, start, length = _split_to_rows(documents, seq_len)
-    if not len(document):
+    pieces = [
+        (index, tokens[begin : begin + seq_len], trained[begin : begin + seq_len])
+        for index, (tokens, trained) in enumerate(documents)
+        for begin in range(0, len(tokens), seq_len)
+        if trained[begin + 1 : begin + seq_len].any()
+    ]
+    if not pieces:
         raise UsageError(
             f"none of {len(documents)} document(s) has a token to train on after its first; "
             "give longer documents, or conversations with an assistant's turn"
         )
-    row_of, at, count = _place(length, seq_len, np.random.default_rng(seed))
-    tokens, trained = np.zeros((count, seq_len), np.int32), np.zeros((count, seq_len), bool)
-    number = np.full((count, seq_len), -1, np.int32)
-    for row, first, begin, size in np.stack([row_of, at, start, length], 1)[np.lexsort((at, row_of))].tolist():
-        source, target = slice(begin, begin + size), slice(first, first + size)
-        tokens[row, target] = documents.tokens[source]
-        trained[row, target] = documents.trained[source]
-        number[row, target] = number[row, first - 1] + 1 if first else 0
+    placed = _place(np.array([len(ids) for _, ids, _ in pieces]), seq_len, np.random.default_rng(seed))
+    shape = len(placed), seq_len
+    tokens, number, trained = np.zeros(shape, np.int32), np.full(shape, -1, np.int32), np.zeros(shape, bool)
+    for row, chosen in enumerate(placed):
+        end = 0
+        for own, piece in enumerate(chosen):
+            _, ids, mask = pieces[piece]
+            at = slice(end, end + len(ids))
+            tokens[row, at], number[row, at], trained[row, at], end = ids, own, mask, at.stop
     rows = Rows(torch.from_numpy(tokens), torch.from_numpy(number), torch.from_numpy(trained))
-    whole, packed = len(np.unique(document)), int(length.sum())
-    padding = 1 - packed / (count * seq_len)
-    return rows, PackingReport(whole, len(documents) - whole, packed, count, padding, _warn_short(rows, window))
+    whole, packed = len({index for index, *_ in pieces}), sum(len(ids) for _, ids, _ in pieces)
+    padding = 1 - packed / number.size
+    warning = _warn_short(rows, window)
+    return rows, PackingReport(whole, len(documents) - whole, packed, len(placed), padding, warning)
 
 
 def split_validation(documents: Documents, seed: int) -> tuple[Documents, Documents]:
@@ -75,16 +82,16 @@ def split_validation(documents: Documents, seed: int) -> tuple[Documents, Docume
     count = len(documents)
     if count > 1:
         held = min(count - 1, max(1, round(HELD_OUT * count)))
-        chosen = np.zeros(count, bool)
-        chosen[np.random.default_rng(seed).permutation(count)[:held]] = True
-        return documents.select(~chosen), documents.select(chosen)
-    tokens, trained = documents.tokens, documents.trained
+        chosen = set(np.random.default_rng(seed).permutation(count)[:held].tolist())
+        numbered = list(enumerate(documents))
+        return [one for i, one in numbered if i not in chosen], [one for i, one in numbered if i in chosen]
+    tokens, trained = documents[0] if documents else (np.empty(0), np.empty(0))
     if len(tokens) < 4:
         raise UsageError(
             f"{len(tokens)} token(s) in {count} document(s) cannot be split for validation; give two documents or more"
         )
     size = min(len(tokens) - 2, max(2, round(len(tokens) * (1 - HELD_OUT))))
-    return Documents.join([(tokens[:size], trained[:size])]), Documents.join([(tokens[size:], trained[size:])])
+    return [(tokens[:size], trained[:size])], [(tokens[size:], trained[size:])]
 
 
 def eligible(rows: Rows) -> Tensor:
@@ -95,30 +102,16 @@ def eligible(rows: Rows) -> Tensor:
     return starts
 
 
-def _split_to_rows(documents: Documents, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return document, first token and length, [P] int64 each, of pieces of at most seq_len tokens with a window."""
-    counts = -(-documents.lengths // seq_len)
-    document = np.repeat(np.arange(len(documents)), counts)
-    number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)  # of the piece in its document
-    start = documents.offsets[document] + number * seq_len
-    length = np.minimum(documents.offsets[document + 1] - start, seq_len)
-    usable = length > 1
-    spans = np.stack([start[usable] + 1, start[usable] + length[usable]], 1).ravel()  # without the first token
-    spans = spans[:-1] if len(spans) and spans[-1] == len(documents.tokens) else spans
-    usable[usable] = np.logical_or.reduceat(documents.trained, spans)[::2] if len(spans) else False
-    return document[usable], start[usable], length[usable]
-
-
-def _place(lengths: np.ndarray, seq_len: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return row and first position of each piece, and the number of rows: best fit by decreasing length.
+def _place(lengths: np.ndarray, seq_len: int, generator: np.random.Generator) -> list[list[int]]:
+    """Return the pieces of each row, from its start: best fit by decreasing length, rows in the generator's order.
 
     `by_space` lists rows by their free positions; `open_spaces` has bit s set if a row has s free positions.
     """
     order = generator.permutation(len(lengths))
     order = order[np.argsort(-lengths[order], kind="stable")]
     by_space: list[list[int]] = [[] for _ in range(seq_len + 1)]
-    open_spaces, count = 0, 0
-    row_of, at = np.empty(len(lengths), np.int64), np.empty(len(lengths), np.int64)
+    rows: list[list[int]] = []
+    open_spaces = 0
     for piece, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
         enough = open_spaces >> length
         if enough:
@@ -127,12 +120,13 @@ def _place(lengths: np.ndarray, seq_len: int, generator: np.random.Generator) ->
             if not by_space[space]:
                 open_spaces ^= 1 << space
         else:
-            row, space, count = count, seq_len, count + 1
-        row_of[piece], at[piece] = row, seq_len - space
+            row, space = len(rows), seq_len
+            rows.append([])
+        rows[row].append(piece)
         if space > length:
             by_space[space - length].append(row)
             open_spaces |= 1 << (space - length)
-    return generator.permutation(count)[row_of], at, count
+    return [rows[row] for row in generator.permutation(len(rows)).argsort()]
 
 
 def _warn_short(rows: Rows, window: int) -> str | None:

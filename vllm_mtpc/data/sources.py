@@ -1,4 +1,4 @@
-"""Training data: text, .jsonl, .parquet and .bin files, folders, globs and data sets of the hub, as documents.
+"""Training data as documents: text, .jsonl, .parquet and .bin files, folders, globs and data sets of the hub.
 
 Files and data sets are read by the `datasets` library; `.bin` files of token ids are memory-mapped.
 """
@@ -8,14 +8,12 @@ from __future__ import annotations
 import glob
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import count, islice
+from itertools import count, islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_mtpc.data.chat import encode_chat
 from vllm_mtpc.errors import MtpcError, UsageError, first_line
 from vllm_mtpc.progress import Bar
 
@@ -32,40 +30,10 @@ BIN_MAGIC, BIN_VERSION = 20240520, 1
 MAGICS = range(20200101, 20400101)  # of all formats of this family; the number is a date
 Record = dict[str, Any]
 Source = tuple[str, Record]  # a record after its origin: FILE, FILE:ROW (from 1) or NAME:ROW (from 0)
-Encoded = tuple[Sequence[int] | np.ndarray, Sequence[bool] | np.ndarray]  # token ids; which of them are trained
+Documents = list[tuple[np.ndarray, np.ndarray]]  # token ids [T] int32; which of them are trained [T] bool
 
 
-@dataclass(frozen=True)
-class Documents:
-    """Tokenised documents in one array."""
-
-    tokens: np.ndarray  # [T] int32; document i is tokens[offsets[i] : offsets[i + 1]]
-    trained: np.ndarray  # [T] bool, whether the token is a target of the loss
-    offsets: np.ndarray  # [N + 1] int64
-
-    @classmethod
-    def join(cls, documents: Iterable[Encoded]) -> Documents:
-        """Return one object for all (tokens, trained) pairs."""
-        pairs = [(np.asarray(tokens, np.int32), np.asarray(trained, bool)) for tokens, trained in documents]
-        offsets = np.cumsum([0, *(len(tokens) for tokens, _ in pairs)], dtype=np.int64)
-        pairs.append((np.empty(0, np.int32), np.empty(0, bool)))  # concatenate needs one array
-        return cls(np.concatenate([pair[0] for pair in pairs]), np.concatenate([pair[1] for pair in pairs]), offsets)
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        part = slice(self.offsets[index], self.offsets[index + 1])
-        return self.tokens[part], self.trained[part]
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """[N] int64, number of tokens of each document."""
-        return np.diff(self.offsets)
-
-    def select(self, chosen: np.ndarray) -> Documents:
-        """Return the documents where chosen, [N] bool, is true."""
-        return Documents.join(self[index] for index in np.flatnonzero(chosen))
+# --- names of data
 
 
 def is_path(name: str) -> bool:
@@ -73,42 +41,6 @@ def is_path(name: str) -> bool:
     path = Path(name).expanduser()
     has_suffix = path.suffix in (*TEXT_SUFFIXES, *BUILDERS, ".bin")
     return path.exists() or glob.has_magic(name) or has_suffix or name.startswith(("/", ".", "~"))
-
-
-def load_documents(
-    data: list[str],
-    tokenizer: PreTrainedTokenizerBase | None,
-    *,
-    split: str = "train",
-    most_bytes: int | None = None,
-    vocab_size: int | None = None,
-) -> Documents:
-    """Return the tokenised documents of all `data`, in the order given.
-
-    Args:
-        data: Text files (one document each), folders, globs, .jsonl, .parquet and .bin files, NAME or NAME:CONFIG of
-            the hub.
-        tokenizer: The target's; None is enough for prompt_ids and .bin files.
-        split: Split of data sets of the hub.
-        most_bytes: Of larger data about this many bytes are read: every n-th record.
-        vocab_size: The target's; token ids must be below it (default: the tokenizer's).
-
-    Raises:
-        UsageError: A record cannot be read (the message names file and row), or nothing can be trained on.
-    """
-    vocab_size = vocab_size or (None if tokenizer is None else len(tokenizer))
-    sources, found, tokens = read_records(data, split, most_bytes), [], 0
-    with Bar(desc="tokenising", unit="documents", mininterval=1) as bar:
-        while batch := list(islice(sources, BATCH)):
-            new = list(_encode(batch, tokenizer, vocab_size))
-            tokens += sum(len(ids) for ids, _ in new)
-            found += new
-            bar.set_postfix(tokens=f"{tokens:,}", refresh=False)
-            bar.update(len(new))
-    documents = Documents.join(found)
-    if not documents.trained.any():
-        raise UsageError(f"data {', '.join(data)}: no document with a token to train on; give text or assistant turns")
-    return documents
 
 
 def files_of(name: str) -> list[Path] | None:
@@ -137,26 +69,22 @@ def files_of(name: str) -> list[Path] | None:
     return found
 
 
-def size_of(data: Iterable[str]) -> int:
+def size_of(data: Sequence[str]) -> int:
     """Return the bytes of the files of the data; raises UsageError as `files_of`."""
     return sum(file.stat().st_size for name in data for file in files_of(name) or ())
 
 
-def check_first_records(data: Iterable[str], split: str, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Raise UsageError if the first record of any of the data cannot be read or tokenised."""
-    for name in data:
-        list(_encode(list(islice(read_records([name], split, 1), 1)), tokenizer, None))
+# --- records
 
 
-def read_records(data: Iterable[str], split: str, most_bytes: int | None = None) -> Iterator[Source]:
+def read_records(data: Sequence[str], split: str, most_bytes: int | None = None) -> Iterator[Source]:
     """Yield the records of the data in order, or every n-th of them so that about `most_bytes` are read.
 
     Raises:
         UsageError: A file or data set cannot be read.
     """
-    names = list(data)
-    step, number = max(1, size_of(names) // max(1, most_bytes)) if most_bytes else 1, count()
-    for name in names:
+    step, number = max(1, size_of(data) // most_bytes) if most_bytes else 1, count()
+    for name in data:
         files = files_of(name)
         if files is None:
             yield from _dataset_records(name, split, most_bytes)
@@ -173,11 +101,12 @@ def _file_records(path: Path, most_bytes: int | None) -> Iterator[Source]:
     try:
         rows = _load_dataset(builder, data_files=glob.escape(str(path)), split="train", streaming=True, **options)
         for number, row in enumerate(rows, 1):
-            origin = str(path) if builder == "text" else f"{path}:{number}"
             record = {key: value for key, value in row.items() if value is not None}
-            if builder == "text":
-                if "\0" in record["text"]:
-                    raise ValueError("it holds zero bytes; token files must be named .bin")
+            if builder != "text":
+                origin = f"{path}:{number}"
+            elif "\0" in record["text"]:
+                raise ValueError("it holds zero bytes; token files must be named .bin")
+            else:
                 record["text"] = record["text"][:most_bytes]
             yield origin, record
     except ValueError as error:  # of datasets, pyarrow and UTF-8
@@ -208,8 +137,7 @@ def _dataset_records(name: str, split: str, most_bytes: int | None) -> Iterator[
     if wanted is None:
         raise UsageError(f"data {name}: columns {', '.join(rows.column_names)}; a column text or messages is needed")
     rows = rows.select_columns(list(wanted))
-    step = max(1, rows.data.nbytes // max(1, most_bytes)) if most_bytes else 1
-    for number in range(0, len(rows), step):
+    for number in range(0, len(rows), max(1, rows.data.nbytes // most_bytes) if most_bytes else 1):
         yield f"{name}:{number}", rows[number]
 
 
@@ -236,33 +164,75 @@ def read_bin(path: Path) -> np.ndarray:
     return np.memmap(path, "<u2", "r", offset)
 
 
-def _encode(
-    batch: list[Source], tokenizer: PreTrainedTokenizerBase | None, vocab_size: int | None
-) -> Iterator[Encoded]:
-    """Documents of some records; raises UsageError that names the record."""
-    texts = [record["text"] for _, record in batch if tokenizer is not None and _is_text(record)]
+# --- documents
+
+
+def load_documents(
+    data: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    split: str = "train",
+    most_bytes: int | None = None,
+    vocab_size: int | None = None,
+) -> Documents:
+    """Return the tokenised documents of all `data`, in the order given.
+
+    Args:
+        data: Text files (one document each), folders, globs, .jsonl, .parquet and .bin files, NAME or NAME:CONFIG of
+            the hub.
+        tokenizer: The target's; None is enough for prompt_ids and .bin files.
+        split: Split of data sets of the hub.
+        most_bytes: Of larger data about this many bytes are read: every n-th record.
+        vocab_size: The target's; token ids must be below it (default: the tokenizer's).
+
+    Raises:
+        UsageError: A record cannot be read (the message names file and row), or nothing can be trained on.
+    """
+    vocab_size = vocab_size or (None if tokenizer is None else len(tokenizer))
+    sources, tokens = read_records(data, split, most_bytes), 0
+    found: Documents = []
+    with Bar(desc="tokenising", unit="documents", mininterval=1) as bar:
+        while batch := list(islice(sources, BATCH)):
+            new = _encode(batch, tokenizer, vocab_size)
+            tokens += sum(len(ids) for ids, _ in new)
+            found += new
+            bar.set_postfix(tokens=f"{tokens:,}", refresh=False)
+            bar.update(len(new))
+    if not any(trained.any() for _, trained in found):
+        raise UsageError(f"data {', '.join(data)}: no document with a token to train on; give text or assistant turns")
+    return found
+
+
+def check_first_records(data: Iterable[str], split: str, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Raise UsageError if the first record of any of the data cannot be read or tokenised."""
+    for name in data:
+        _encode(list(islice(read_records([name], split, 1), 1)), tokenizer, None)
+
+
+def _encode(batch: list[Source], tokenizer: PreTrainedTokenizerBase | None, vocab_size: int | None) -> Documents:
+    """Return the documents of some records; raises UsageError that names the record."""
+    texts = [record["text"] for _, record in batch if tokenizer is not None and isinstance(record.get("text"), str)]
     encoded = iter(tokenizer(texts, verbose=False)["input_ids"] if tokenizer is not None and texts else ())
+    found = []
     for origin, record in batch:
         try:
-            if tokenizer is not None and _is_text(record):
-                ids, eos = next(encoded), tokenizer.eos_token_id
-                ids = ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
-                documents: list[Encoded] = [(ids, np.ones(len(ids), bool))]
-            else:
-                documents = _encode_ids_or_chat(record, tokenizer)
-            for ids, trained in documents:
-                yield _check_ids(ids, vocab_size), trained
+            text_ids = next(encoded, None) if isinstance(record.get("text"), str) else None
+            for ids, trained in _documents(record, tokenizer, text_ids):
+                array = np.asarray(ids)
+                if vocab_size is not None and len(wrong := array[(array >= vocab_size) | (array < 0)]):
+                    raise UsageError(
+                        f"token id {wrong[0]} is outside the target's vocabulary of {vocab_size}; use its tokenizer"
+                    )
+                found.append((array.astype(np.int32), np.asarray(trained, bool)))
         except MtpcError as error:
             raise UsageError(f"{origin}: {error}") from None
+    return found
 
 
-def _is_text(record: Record) -> bool:
-    """Token ids and messages of a record take precedence over its text."""
-    has_ids = {"prompt_ids", "response_ids"} <= record.keys()
-    return isinstance(record.get("text"), str) and "messages" not in record and not has_ids
-
-
-def _encode_ids_or_chat(record: Record, tokenizer: PreTrainedTokenizerBase | None) -> list[Encoded]:
+def _documents(
+    record: Record, tokenizer: PreTrainedTokenizerBase | None, text_ids: list[int] | None
+) -> Sequence[tuple[Sequence[int] | np.ndarray, Sequence[bool] | np.ndarray]]:
+    """Return the documents of a record; token ids and messages take precedence over its text."""
     if "bin" in record:
         tokens = read_bin(record["bin"])[: record["tokens"]]
         ends = np.flatnonzero(tokens == getattr(tokenizer, "eos_token_id", None))
@@ -277,16 +247,13 @@ def _encode_ids_or_chat(record: Record, tokenizer: PreTrainedTokenizerBase | Non
         raise UsageError(
             "the target has no tokenizer, which text and messages need; give prompt_ids and response_ids, or .bin files"
         )
-    if "messages" not in record:
+    if "messages" in record:
+        return encode_chat(record["messages"], tokenizer)
+    if text_ids is None:
         raise UsageError("text must be a string")
-    return [*encode_chat(record["messages"], tokenizer)]
-
-
-def _check_ids(ids: Sequence[int] | np.ndarray, vocab_size: int | None) -> np.ndarray:
-    array = np.asarray(ids)
-    if vocab_size is not None and len(wrong := array[(array >= vocab_size) | (array < 0)]):
-        raise UsageError(f"token id {wrong[0]} is outside the target's vocabulary of {vocab_size}; use its tokenizer")
-    return array.astype(np.int32)
+    eos = tokenizer.eos_token_id
+    ids = text_ids if eos is None or text_ids[-1:] == [eos] else [*text_ids, eos]
+    return [(ids, [True] * len(ids))]
 
 
 def exact_ids(record: Record, key: str) -> list[int]:
@@ -295,3 +262,78 @@ def exact_ids(record: Record, key: str) -> list[int]:
     if not isinstance(value, list) or not all(type(item) is int for item in value):
         raise UsageError(f"{key} must be a list of integers")
     return value
+
+
+# --- conversations
+
+
+def encode_chat(
+    messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[list[int], list[bool]]]:
+    """Return the documents of a conversation in the target's chat template, usually one.
+
+    Trained are the tokens that the target generates: the assistant's turns, each with the token that ends it. Some
+    templates render an earlier turn differently from the last one (they drop its reasoning); then every assistant's
+    turn becomes a document with the prompt that serving sends.
+
+    Raises:
+        UsageError: There is no template, it refuses the messages, or a turn does not start with the template's
+            generation prompt.
+    """
+    try:
+        tokenizer.get_chat_template()
+    except ValueError:
+        raise UsageError(
+            "the target's tokenizer has no chat template, which messages need; give text or prompt_ids and "
+            "response_ids, or name a target with a chat template"
+        ) from None
+    if not messages or not is_chat(messages):
+        raise UsageError('messages must be a list of {"role": ..., "content": ...} of one message or more')
+    documents = []
+    for turn in [index for index, message in enumerate(messages) if message["role"] == "assistant"]:
+        prompt = chat_prompt(messages[:turn], tokenizer)
+        tokens, begin = chat_prompt(messages[: turn + 1], tokenizer, prompt=False), len(prompt)
+        if tokens[:begin] != prompt or len(tokens) == begin:
+            raise UsageError(
+                f"the chat template renders message {turn + 1}, an assistant's, without its generation prompt "
+                "(add_generation_prompt); correct the template, or give prompt_ids and response_ids"
+            )
+        end = _end_of_turn(tokens, begin, tokenizer)
+        documents.append((tokens, [begin <= index < end for index in range(len(tokens))]))
+    if not documents:
+        tokens = chat_prompt(messages, tokenizer, prompt=False)
+        return [(tokens, [False] * len(tokens))]
+    whole = documents[-1][0]
+    if any(whole[: len(tokens)] != tokens for tokens, _ in documents):
+        return documents
+    return [(whole, list(map(any, zip_longest(*(trained for _, trained in documents)))))]
+
+
+def is_chat(messages: object) -> bool:
+    """Return whether these are messages with a role each."""
+    return isinstance(messages, list) and all(isinstance(turn, dict) and "role" in turn for turn in messages)
+
+
+def chat_prompt(
+    messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, origin: str = "", prompt: bool = True
+) -> list[int]:
+    """Return the token ids of a conversation, with the generation prompt if `prompt`, as serving sends them.
+
+    Raises:
+        UsageError: The template refuses the messages; the message starts with `origin`.
+    """
+    how: dict[str, Any] = {"tokenize": True, "return_dict": True, "add_generation_prompt": prompt}
+    try:
+        return list(tokenizer.apply_chat_template(list(messages), **how)["input_ids"])
+    except Exception as error:  # templates are programs that raise any exception
+        raise UsageError(
+            f"{origin}the chat template refuses the messages: {first_line(error)}; correct them, or give text or "
+            "token ids"
+        ) from None
+
+
+def _end_of_turn(tokens: list[int], begin: int, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the end of the turn from `begin` on: after the last special token if only white space follows it."""
+    ends = {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)}
+    last = max((index for index in range(begin, len(tokens)) if tokens[index] in ends), default=None)
+    return len(tokens) if last is None or tokenizer.decode(tokens[last + 1 :]).strip() else last + 1
