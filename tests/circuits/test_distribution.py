@@ -1,4 +1,4 @@
-"""Joint, marginals and conditionals of every circuit against brute-force enumeration; circuits that coincide."""
+"""Joint, marginals and conditionals of every circuit against brute-force enumeration, without and with bigrams."""
 
 from __future__ import annotations
 
@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.circuit_checks import (
-    TOLERANCE,
-    check_conditionals,
-    check_conditionals_along_a_sequence,
-    check_joint,
-    close,
-)
+from tests.support.circuit_checks import Case, check_enumeration, close
 from tests.support.enumeration import (
     CIRCUITS,
     TREES,
@@ -24,64 +18,73 @@ from tests.support.enumeration import (
     repeated,
     written,
 )
-from vllm_mtpc.circuits import Circuit, CircuitParams, circuit_class, get_circuit
+from vllm_mtpc.circuits import CircuitParams, circuit_class
+from vllm_mtpc.circuits.conditionals import conditionals
+from vllm_mtpc.kernels.bigram import Bigram
+from vllm_mtpc.kernels.draft import naive
 
 torch.set_num_threads(1)
 
-SIZES = [(2, 3, 4), (3, 2, 4), (3, 1, 3), (4, 3, 3), (5, 3, 3), (5, 2, 2), (6, 3, 2), (6, 2, 3)]  # n, r, V
-CASES = [(name, *size) for name in CIRCUITS for size in SIZES if size[1] > 1 or circuit_class(name).max_components > 1]
-
+RANK, DRAWS = 2, 20_000
+# n, r, V
+SIZES = [(2, 3, 4), (3, 2, 4), (3, 1, 3), (4, 3, 3), (5, 3, 3), (5, 2, 2), (6, 3, 2), (6, 2, 3)]
 MIXTURES = [name for name in CIRCUITS if circuit_class(name).max_components > 1]
+PLAIN = [(name, *size, 0) for name in CIRCUITS for size in SIZES if size[1] > 1 or name in MIXTURES]
+TOKENS = [(name, *size, RANK) for name in CIRCUITS for size in [(3, 2, 4), (4, 1, 3), (5, 3, 3)]]
 
 
-@pytest.fixture(params=CASES, ids=lambda case: "{}-n{}-r{}-V{}".format(*case))
-def case(request) -> tuple[str, Circuit, CircuitParams]:
-    name, n, r, vocab = request.param
+def case_of(name: str, n: int, r: int, vocab: int, token_rank: int) -> Case:
     circuit = make(name, n, r)
-    return name, circuit, random_params(circuit, vocab, batch=2, seed=n * 100 + r * 10 + vocab)
+    return name, circuit, random_params(circuit, vocab, batch=2, seed=n * 100 + r * 10 + vocab, token_rank=token_rank)
+
+
+def cases(sizes: list) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", sizes, ids=lambda size: "{}-n{}-r{}-V{}-R{}".format(*size))
 
 
 @pytest.mark.parametrize("n", TREES)
 @pytest.mark.parametrize("name", ["ff", "cp", "hmm", "btree"])
-def test_latents_are_those_of_the_definition_in_the_order_of_the_checkpoint(name, n):
+def test_latents_are_those_of_the_definition_in_the_order_of_the_checkpoint(name: str, n: int) -> None:
     circuit, wanted = make(name, n, 2), written(name, n)
     assert (list(circuit.latents.parents), list(circuit.latents.reads)) == wanted
     assert circuit.num_inner == len(wanted.parents)
 
 
-@pytest.mark.parametrize("check", [check_joint, check_conditionals, check_conditionals_along_a_sequence])
-def test_circuit_equals_enumeration(case, check):
-    check(case)
+@cases(PLAIN + TOKENS)
+def test_circuit_equals_enumeration(case: tuple) -> None:
+    check_enumeration(case_of(*case))
 
 
-def test_marginals_of_the_tail_and_of_any_positions_equal_enumeration(case):
-    name, circuit, params = case
-    table = Enumerated(name, params, 0).table()
-    vocab = params.leaf.shape[-1]
+@cases(PLAIN + TOKENS)
+def test_marginals_of_the_tail_equal_enumeration(case: tuple) -> None:
+    """Without its last leaves, as where fewer drafts are served, or with -1 in their place."""
+    name, circuit, params = case_of(*case)
+    table, vocab = Enumerated(name, params, 0).table(), params.leaf.shape[-1]
     for m in range(1, circuit.window + 1):
-        tokens = all_tokens(m, vocab + 1) - 1  # -1 is among the values of every position
-        many = repeated(params, 0, len(tokens))
-        expected = prefix_marginals(table, m, skip=True).ravel()
-        close(circuit.log_prob(many, tokens), expected)
-        terms = circuit.conditional_log_probs(many, tokens)
-        close(terms.sum(dim=1), expected)
-        close(terms[tokens < 0], np.zeros(int((tokens < 0).sum())))
-
-
-def test_a_window_without_its_last_leaves_has_the_same_conditionals(case):
-    """Serving K < n - 1 drafts computes only the first leaves: the tail is marginalised."""
-    name, circuit, params = case
-    table = Enumerated(name, params, 0).table()
-    for m in range(1, circuit.window):
-        tokens = all_tokens(m, params.leaf.shape[-1])
-        short = repeated(params._replace(leaf=params.leaf[:, :m]), 0, len(tokens))
+        tokens = all_tokens(m, vocab)
+        tail = torch.cat([tokens, torch.full((len(tokens), circuit.window - m), -1)], dim=1)
         expected = prefix_marginals(table, m).ravel()
-        close(circuit.conditional_log_probs(short, tokens).sum(dim=1), expected)
-        close(circuit.log_prob(short, tokens), expected)
+        for given, leaves in ((tokens, m), (tail, circuit.window)):
+            many = repeated(params._replace(leaf=params.leaf[:, :leaves]), 0, len(tokens))
+            close(circuit.log_prob(many, given), expected)
+            close(circuit.conditional_log_probs(many, given).sum(dim=1), expected)
 
 
-def test_circuits_of_a_batch_are_independent(case):
-    _, circuit, params = case
+@cases(PLAIN)
+def test_marginals_of_any_positions_equal_enumeration(case: tuple) -> None:
+    name, circuit, params = case_of(*case)
+    tokens = all_tokens(circuit.window, params.leaf.shape[-1] + 1) - 1  # -1 is among the values of every position
+    many = repeated(params, 0, len(tokens))
+    expected = prefix_marginals(Enumerated(name, params, 0).table(), circuit.window, skip=True).ravel()
+    close(circuit.log_prob(many, tokens), expected)
+    terms = circuit.conditional_log_probs(many, tokens)
+    close(terms.sum(dim=1), expected)
+    close(terms[tokens < 0], np.zeros(int((tokens < 0).sum())))
+
+
+@cases(PLAIN)
+def test_circuits_of_a_batch_are_independent(case: tuple) -> None:
+    _, circuit, params = case_of(*case)
     tokens = all_tokens(circuit.window, params.leaf.shape[-1])[[1, -2]]
     both = circuit.conditional_log_probs(params, tokens)
     for b in range(2):
@@ -89,30 +92,74 @@ def test_circuits_of_a_batch_are_independent(case):
         close(alone, both[b : b + 1].numpy())
 
 
-def assert_same_distribution(
-    first: tuple[str, CircuitParams], second: tuple[str, CircuitParams], n: int, r: int
-) -> None:
-    tokens = all_tokens(n, first[1].leaf.shape[-1])
-    joints, conditionals = [], []
-    for name, params in (first, second):
-        many, circuit = repeated(params, 0, len(tokens)), get_circuit(name, n, r)
-        joints.append(circuit.log_prob(many, tokens))
-        conditionals.append(circuit.conditional_log_probs(many, tokens))
-    torch.testing.assert_close(*joints, rtol=0, atol=TOLERANCE)
-    torch.testing.assert_close(*conditionals, rtol=0, atol=TOLERANCE)
+@cases(TOKENS)
+def test_fault_of_a_missing_bigram_is_found(case: tuple) -> None:
+    """The injected fault: the token before adds to no leaf."""
+    name, circuit, params = case_of(*case)
+    tokens = all_tokens(circuit.window, params.leaf.shape[-1])
+    found = circuit.log_prob(repeated(params._replace(bigram=None), 0, len(tokens)), tokens)
+    assert (found - torch.from_numpy(Enumerated(name, params, 0).table().ravel())).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("name", [name for name in MIXTURES if make(name, 3, 2).num_inner])
-@pytest.mark.parametrize("n", [2, 3, 4, 5, 6])
-def test_constant_latents_equal_a_cp(name, n):
-    circuit = make(name, n, 3)
-    cp = random_params(make("cp", n, 3), 3, seed=n)
-    identity = torch.eye(3).log().expand(1, circuit.num_inner, 3, 3)  # zero off the diagonal: -inf
-    assert_same_distribution((name, cp._replace(inner=identity)), ("cp", cp), n, 3)
+@cases(TOKENS)
+def test_token_after_a_gap_is_refused_with_a_bigram(case: tuple) -> None:
+    _, circuit, params = case_of(*case)
+    hole = torch.tensor([[-1, 1] + [-1] * (circuit.window - 2)])
+    for ask in (circuit.log_prob, circuit.conditional_log_probs, lambda *given: conditionals(circuit, *given)):
+        with pytest.raises(ValueError, match="token_rank=0"):
+            ask(repeated(params, 0, 1), hole)
 
 
-@pytest.mark.parametrize("name", MIXTURES)
-@pytest.mark.parametrize("n", [2, 5])
-def test_one_component_equals_a_fully_factorised_circuit(name, n):
-    params = random_params(make(name, n, 1), 3, seed=n)
-    assert_same_distribution((name, params), ("ff", params), n, 1)
+@cases(TOKENS)
+def test_all_conditionals_of_training_equal_enumeration(case: tuple) -> None:
+    name, circuit, params = case_of(*case)
+    table = Enumerated(name, params, 1).table()
+    tokens = all_tokens(circuit.window, params.leaf.shape[-1])
+    log_q = conditionals(circuit, repeated(params, 1, len(tokens)), tokens)
+    for k in range(circuit.window):
+        expected = prefix_marginals(table, k + 1) - (prefix_marginals(table, k)[..., None] if k else 0)
+        close(log_q[:, k], np.broadcast_to(expected[tuple(tokens[:, :k].T.numpy())], (len(tokens), table.shape[0])))
+
+
+def drawn(name: str, params: CircuitParams, bigram: Bigram, first: int) -> np.ndarray:
+    """Counts of the drafts that `kernels.draft.naive` draws after one token, [V] * (n - 1)."""
+    circuit, (_, n, r, vocab) = make(name, params.leaf.shape[1], params.leaf.shape[2]), params.leaf.shape
+    many, generator = repeated(params, 0, DRAWS), torch.Generator().manual_seed(3)
+    tokens = naive.draft(
+        circuit.program,
+        many.leaf[:, 0, :, first],
+        many.leaf[:, 1:] + torch.rand(DRAWS, n - 1, r, 1, generator=generator),  # logits: any constant next to them
+        many.root,
+        many.inner,
+        torch.full((DRAWS,), first),
+        bigram,
+        pick=lambda log_q, k: torch.multinomial(log_q.exp(), 1, generator=generator)[:, 0],
+    )
+    return np.bincount(np.ravel_multi_index(tuple(tokens.T.numpy()), (vocab,) * (n - 1)), minlength=vocab ** (n - 1))
+
+
+@pytest.mark.parametrize("name", CIRCUITS)
+def test_drafts_follow_enumeration_and_shifted_bigram_is_found(name: str) -> None:
+    params, first = random_params(make(name, 4, 3), 3, seed=8, token_rank=RANK), 1
+    table = np.exp(Enumerated(name, params).table())[first]
+    # 27 cells: the mean total variation of exact draws is at most sqrt(27 / (2 pi DRAWS)) = 0.015, and 0.003 its spread
+    shifted = params.bigram._replace(target=params.bigram.target.roll(1, 0))  # of another position
+    right, wrong = (
+        abs(drawn(name, params, bigram, first) / DRAWS - (table / table.sum()).ravel()).sum() / 2
+        for bigram in (params.bigram, shifted)
+    )
+    assert right < 0.025 and wrong > 0.05
+
+
+def test_gradients_reach_both_factors() -> None:
+    """In float64, against central differences."""
+    circuit = make("btree", 4, 2)
+    params = random_params(circuit, 3, batch=2, seed=5, token_rank=RANK).each(torch.Tensor.double)
+    tokens = torch.tensor([[0, 2, 1, 1], [2, 0, -1, -1]])
+    factors = [part.double().requires_grad_(True) for part in params.bigram]
+
+    def total(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        log_q = conditionals(circuit, params._replace(bigram=Bigram(source, target)), tokens)
+        return (log_q.exp() * torch.arange(3)).sum((1, 2))
+
+    assert torch.autograd.gradcheck(total, factors)

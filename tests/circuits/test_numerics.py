@@ -1,4 +1,4 @@
-"""Long windows, tiny probabilities and gradients; properties that hold for every size, drawn by hypothesis."""
+"""Long windows and tiny probabilities; properties that hold for every size, drawn by hypothesis."""
 
 from __future__ import annotations
 
@@ -23,15 +23,13 @@ def test_sixteen_unlikely_tokens_do_not_underflow(name):
     params = random_params(circuit, 4, seed=2, scale=40.0)
     tokens = params.leaf[0].max(dim=1).values.argmin(dim=-1)  # [n], unlikely under every component
     exact = Enumerated(name, params)
-    expected = logsumexp(exact.latent_terms(tuple(tokens.tolist())))
-    assert expected < -750
-    # float32 keeps 1.2e-7 of values near 1000, over about 50 rounded additions
-    assert circuit.log_prob(params, tokens[None]).item() == pytest.approx(expected, rel=5e-6)
     terms = circuit.conditional_log_probs(params, tokens[None])[0]
-    assert terms.sum().item() == pytest.approx(expected, rel=5e-6)
-    for m in (1, 7, 15):
-        prefix = logsumexp(exact.latent_terms(tuple(tokens[:m].tolist())))
-        assert terms[:m].sum().item() == pytest.approx(prefix, rel=5e-6, abs=1e-4)
+    # float32 keeps 1.2e-7 of values near 1000, over about 50 rounded additions
+    for m in (1, 7, 15, 16):
+        expected = logsumexp(exact.latent_terms(tuple(tokens[:m].tolist())))
+        assert terms[:m].sum().item() == pytest.approx(expected, rel=5e-6, abs=1e-4 if m < 16 else 0)
+    assert expected < -750
+    assert circuit.log_prob(params, tokens[None]).item() == pytest.approx(expected, rel=5e-6)
 
 
 @ALL
@@ -61,44 +59,6 @@ def test_a_latent_that_was_all_but_ruled_out_can_come_back(name):
         np.testing.assert_allclose(got[:, m - 1].numpy(), expected, rtol=1e-6, atol=1e-4)  # float32 of up to 480
 
 
-@ALL
-def test_gradient_of_the_joint_is_right_and_equals_that_of_the_conditionals(name):
-    """Central differences in float64, and the two ways to write the training loss."""
-    circuit = make(name, 5, 2)
-    names = ("leaf", "root", "inner") if circuit.num_inner else ("leaf", "root") if circuit.has_root else ("leaf",)
-    start = random_params(circuit, 3, batch=2, seed=5)
-    logits = [getattr(start, part).double().requires_grad_(True) for part in names]
-    tokens = torch.tensor([[0, 2, 1, 1, 0], [2, -1, 0, 1, 2]])
-
-    def params(values) -> CircuitParams:
-        free = {part: value.log_softmax(dim=-1) for part, value in zip(names, values, strict=True)}
-        return start.each(torch.Tensor.double)._replace(**free)
-
-    def joint(*values):
-        return circuit.log_prob(params(values), tokens)
-
-    def conditionals(*values):
-        return circuit.conditional_log_probs(params(values), tokens).sum(dim=1)
-
-    assert torch.autograd.gradcheck(joint, logits)
-    from_joint = torch.autograd.grad(joint(*logits).sum(), logits)
-    from_conditionals = torch.autograd.grad(conditionals(*logits).sum(), logits)
-    for one, other in zip(from_joint, from_conditionals, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)  # float64 throughout
-
-
-@ALL
-def test_components_that_agree_cost_no_precision(name):
-    """Equal components: the mixture is each of them, whatever the weights."""
-    circuit = make(name, 8, 4)
-    params = random_params(circuit, 5, batch=3, seed=6, scale=10.0)
-    params = params._replace(leaf=params.leaf[:, :, :1].expand(-1, -1, circuit.num_components, -1))
-    tokens = torch.randint(0, 5, (3, 8), generator=torch.Generator().manual_seed(1))
-    expected = params.leaf[:, :, 0].double().gather(2, tokens[..., None])[..., 0]
-    got = circuit.conditional_log_probs(params, tokens)
-    np.testing.assert_allclose(got.numpy(), expected.numpy(), rtol=2e-6, atol=2e-6)
-
-
 TOLERANCE = 5e-5  # float32, log probabilities down to about -100
 quick = settings(deadline=None, derandomize=True, max_examples=40, database=None)
 
@@ -116,19 +76,11 @@ def instances(draw, max_window: int = 9):
 
 @quick
 @given(instances())
-def test_conditionals_add_up_to_the_joint_for_every_prefix(instance):
+def test_conditionals_sum_to_one_and_add_up_to_the_joint(instance):
     circuit, params, tokens = instance
-    sums = circuit.conditional_log_probs(params, tokens).cumsum(dim=1)
-    for m in range(1, circuit.window + 1):
-        torch.testing.assert_close(sums[:, m - 1], circuit.log_prob(params, tokens[:, :m]), rtol=0, atol=TOLERANCE)
-
-
-@quick
-@given(instances())
-def test_every_conditional_sums_to_one(instance):
-    circuit, params, tokens = instance
-    state = circuit.start(params)
+    sums, state = circuit.conditional_log_probs(params, tokens).cumsum(dim=1), circuit.start(params)
     for k in range(circuit.window):
+        torch.testing.assert_close(sums[:, k], circuit.log_prob(params, tokens[:, : k + 1]), rtol=0, atol=TOLERANCE)
         total = circuit.next_log_probs(params, state, k).logsumexp(dim=-1)
         torch.testing.assert_close(total, torch.zeros_like(total), rtol=0, atol=TOLERANCE)
         state = circuit.observe(params, state, k, tokens[:, k])
@@ -141,7 +93,5 @@ def test_decoding_keeps_the_prefix_and_stays_in_the_vocabulary(instance, seen):
     prefix = tokens.clamp(min=0)[:, : min(seen, circuit.window)]
     for decode in (circuit.sample, circuit.greedy):
         drawn = decode(params, prefix)
-        assert drawn.shape == tokens.shape
-        assert torch.equal(drawn[:, : prefix.shape[1]], prefix)
-        assert int(drawn.min()) >= 0
-        assert int(drawn.max()) < params.leaf.shape[-1]
+        assert drawn.shape == tokens.shape and torch.equal(drawn[:, : prefix.shape[1]], prefix)
+        assert int(drawn.min()) >= 0 and int(drawn.max()) < params.leaf.shape[-1]

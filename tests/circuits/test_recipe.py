@@ -29,10 +29,7 @@ def registered() -> Iterator[None]:
 @pytest.mark.parametrize("n, r, vocab", [(2, 3, 4), (3, 2, 4), (5, 3, 3), (6, 2, 3)])
 def test_recipe_circuit_equals_enumeration(n, r, vocab):
     circuit = make(NAME, n, r)
-    case = NAME, circuit, random_params(circuit, vocab, batch=2, seed=n)
-    circuit_checks.check_joint(case)
-    circuit_checks.check_conditionals(case)
-    circuit_checks.check_conditionals_along_a_sequence(case)
+    circuit_checks.check_enumeration((NAME, circuit, random_params(circuit, vocab, batch=2, seed=n)))
 
 
 def test_head_with_recipe_circuit_drafts_from_its_distribution():
@@ -50,9 +47,8 @@ def test_head_with_recipe_circuit_drafts_from_its_distribution():
         return torch.multinomial(log_q.exp(), 1)[:, 0]
 
     drafts = naive.draft(head.circuit.program, *head.draft_params(hidden, first, 4), pick=draw)
-    params = head(hidden)
     for b, row in enumerate(torch.cat([first[:, None], drafts], dim=1).tolist()):
-        table = Enumerated(NAME, params, b).table()
+        table = Enumerated(NAME, head(hidden), b).table()
         for k in range(4):  # float32 against float64
             wanted = conditionals(table, tuple(row[: k + 1]))
             np.testing.assert_allclose(seen[k][b].numpy(), wanted, rtol=0, atol=circuit_checks.TOLERANCE)

@@ -7,13 +7,13 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from tests.support.circuit_checks import BATCH, TOLERANCE
+from tests.support.circuit_checks import TOLERANCE
 from tests.support.enumeration import CIRCUITS, Enumerated, conditionals, make, random_params, repeated
 from vllm_mtpc.circuits import Circuit, CircuitParams, circuit_class
 
 torch.set_num_threads(1)
 
-DRAWS = 20_000
+DRAWS, BATCH = 20_000, 8
 # Seeds are fixed, so a result never changes by chance. A right sampler gives p below this once in 10 000 seeds; the
 # injected biases below must stay far under it.
 SIGNIFICANCE, CAUGHT = 1e-4, 1e-12
@@ -31,10 +31,10 @@ def p_value(counts: np.ndarray, distribution: np.ndarray) -> float:
     return float(chisquare(counts, expected).pvalue)
 
 
-def draw(circuit: Circuit, params: CircuitParams, prefix: tuple[int, ...] = (), seed: int = 0) -> np.ndarray:
+def draw(circuit: Circuit, params: CircuitParams, prefix: tuple[int, ...] = ()) -> np.ndarray:
     """Counts of each sequence among DRAWS samples, [V] * m."""
     given = torch.tensor(prefix, dtype=torch.long).repeat(DRAWS, 1)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     tokens = circuit.sample(repeated(params, 0, DRAWS), given if prefix else None, generator)
     assert torch.equal(tokens[:, : len(prefix)], given)
     return counts_of(tokens, params.leaf.shape[-1])
@@ -53,32 +53,19 @@ def forgetful(circuit: Circuit) -> Circuit:
     return circuit
 
 
-@pytest.mark.parametrize("n, r, vocab", [(3, 2, 4), (5, 3, 3)])
+# n, r, V; the tokens drawn; the tokens before them
+ASKED = [((3, 2, 4), 3, ()), ((5, 3, 3), 5, ()), ((5, 3, 3), 3, ()), ((5, 3, 3), 5, (2,)), ((5, 3, 3), 5, (0, 1, 2))]
+
+
+@pytest.mark.parametrize("size, drawn, prefix", ASKED)
 @pytest.mark.parametrize("name", CIRCUITS)
-def test_samples_follow_the_enumerated_distribution(name, n, r, vocab):
-    circuit = make(name, n, r)
-    params = random_params(circuit, vocab, seed=n)
-    distribution = np.exp(Enumerated(name, params).table())
-    assert p_value(draw(circuit, params), distribution) > SIGNIFICANCE
-
-
-@pytest.mark.parametrize("name", CIRCUITS)
-def test_samples_given_a_prefix_follow_the_enumerated_conditional(name):
-    circuit = make(name, 5, 3)
-    params = random_params(circuit, 3, seed=11)
-    distribution = np.exp(Enumerated(name, params).table())
-    for prefix in [(2,), (0, 1, 2)]:
-        counts = draw(circuit, params, prefix, seed=1)[prefix]
-        assert p_value(counts, distribution[prefix]) > SIGNIFICANCE
-
-
-@pytest.mark.parametrize("name", CIRCUITS)
-def test_samples_of_a_truncated_window_follow_the_marginal(name):
-    circuit = make(name, 5, 3)
-    params = random_params(circuit, 3, seed=12)
-    distribution = np.exp(Enumerated(name, params).table()).sum(axis=(3, 4))
-    counts = draw(circuit, params._replace(leaf=params.leaf[:, :3]))
-    assert p_value(counts, distribution) > SIGNIFICANCE
+def test_samples_follow_the_enumerated_distribution(name, size, drawn, prefix):
+    """Of the whole window, of its first tokens, and given a prefix."""
+    n, r, vocab = size
+    params = random_params(make(name, n, r), vocab, seed=n)
+    distribution = np.exp(Enumerated(name, params).table()).sum(axis=tuple(range(drawn, n)))
+    counts = draw(make(name, n, r), params._replace(leaf=params.leaf[:, :drawn]), prefix)
+    assert p_value(counts[prefix], distribution[prefix]) > SIGNIFICANCE
 
 
 @pytest.mark.parametrize("name", MIXTURES)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.circuit_checks import SMALL, build, check_growth_from_a_cp, check_growth_from_an_ff, joint
-from tests.support.enumeration import CIRCUITS, INNER_REGIONS
+from tests.support.enumeration import CIRCUITS, TREES, inner_regions
 from tests.support.heads_zoo import LM_HEAD, OPTIONS, D, V, hidden_states
 from vllm_mtpc.circuits import circuit_class
 from vllm_mtpc.config.mtpc_config import HeadConfig
@@ -29,7 +29,7 @@ def test_hmm_and_btree_start_close_to_the_cp_with_the_same_leaves(name, n):
     So the start is q = s * q_cp + (1 - s) * other: the total variation is at most 1 - s, and log q is nowhere more
     than -log s below log q_cp. The weights of the sums (std 0.01, |h| about 4) move s by about 0.2 % per sum.
     """
-    stay = (STAY_PROBABILITY - 0.01) ** (n - 1 if name == "hmm" else len(INNER_REGIONS[n]))
+    stay = (STAY_PROBABILITY - 0.01) ** (n - 1 if name == "hmm" else len(inner_regions(TREES[n])))
     cp, head = build("cp", 3, n=n, vocab=SMALL, std=1.0), build(name, 3, n=n, vocab=SMALL)
     head.leaf_weight.copy_(cp.leaf_weight)
     head.root_weight.copy_(cp.root_weight)

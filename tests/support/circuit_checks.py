@@ -20,7 +20,6 @@ from vllm_mtpc.heads.init import INHERITED_STAY, init_from_head
 Case = tuple[str, Circuit, CircuitParams]  # a circuit's name, the circuit, parameters of a batch of 2
 # float32 keeps about 7 digits; log probabilities here stay above -40 and sum at most ~30 rounded terms.
 TOLERANCE = 2e-5
-BATCH = 8  # of circuits that are decoded
 
 
 def close(got: torch.Tensor, expected: np.ndarray | list) -> None:
@@ -28,38 +27,23 @@ def close(got: torch.Tensor, expected: np.ndarray | list) -> None:
     np.testing.assert_allclose(got.numpy(), np.asarray(expected), rtol=0, atol=TOLERANCE)
 
 
-def check_joint(case: Case) -> None:
+def check_enumeration(case: Case) -> None:
+    """The joint, conditionals along sequences, and start, next_log_probs and observe as serving uses them."""
     name, circuit, params = case
+    vocab = params.leaf.shape[-1]
+    tokens = all_tokens(circuit.window, vocab)
     for b in range(2):
-        table = Enumerated(name, params, b).table()
+        table, many = Enumerated(name, params, b).table(), repeated(params, b, len(tokens))
         assert logsumexp(table) == pytest.approx(0, abs=1e-6)  # float32 inputs, each row normalised to ~1e-7
-        tokens = all_tokens(circuit.window, params.leaf.shape[-1])
-        close(circuit.log_prob(repeated(params, b, len(tokens)), tokens), table.ravel())
-
-
-def check_conditionals(case: Case) -> None:
-    """All prefixes at once: the walk over start, next_log_probs and observe that serving uses."""
-    name, circuit, params = case
-    table = Enumerated(name, params, 1).table()
-    tokens = all_tokens(circuit.window, params.leaf.shape[-1])
-    many = repeated(params, 1, len(tokens))
-    state = circuit.start(many)
-    for k in range(circuit.window):
-        distribution = log_softmax(prefix_marginals(table, k + 1), axis=-1)  # [V] * (k + 1)
-        expected = distribution[tuple(tokens[:, :k].T.numpy())]  # k = 0: one row for all
-        close(circuit.next_log_probs(many, state, k), np.broadcast_to(expected, (len(tokens), distribution.shape[-1])))
-        state = circuit.observe(many, state, k, tokens[:, k])
-
-
-def check_conditionals_along_a_sequence(case: Case) -> None:
-    name, circuit, params = case
-    table = Enumerated(name, params, 0).table()
-    tokens = all_tokens(circuit.window, params.leaf.shape[-1])
-    got = circuit.conditional_log_probs(repeated(params, 0, len(tokens)), tokens)
-    for k in range(circuit.window):
-        distribution = log_softmax(prefix_marginals(table, k + 1), axis=-1)
-        close(got[:, k], distribution[tuple(tokens[:, : k + 1].T.numpy())])
-    close(got.sum(dim=1), table.ravel())
+        close(circuit.log_prob(many, tokens), table.ravel())
+        along, state = circuit.conditional_log_probs(many, tokens), circuit.start(many)
+        close(along.sum(dim=1), table.ravel())
+        for k in range(circuit.window):
+            distribution = log_softmax(prefix_marginals(table, k + 1), axis=-1)  # [V] * (k + 1)
+            close(along[:, k], distribution[tuple(tokens[:, : k + 1].T.numpy())])
+            expected = distribution[tuple(tokens[:, :k].T.numpy())]  # k = 0: one row for all
+            close(circuit.next_log_probs(many, state, k), np.broadcast_to(expected, (len(tokens), vocab)))
+            state = circuit.observe(many, state, k, tokens[:, k])
 
 
 SMALL = 3  # vocabulary small enough to enumerate

@@ -31,22 +31,15 @@ TREES = {
 }
 TREES[16] = (TREES[8], (((8, 9), (10, 11)), ((12, 13), (14, 15))))
 
-# Regions below the root that have a sum, in the order of the checkpoint: leaves to root, then left to right.
-INNER_REGIONS = {
-    2: [],
-    3: [(0, 1)],
-    4: [(0, 1), (2, 3)],
-    5: [(0, 1), (2, 3), ((2, 3), 4)],
-    6: [(0, 1), (3, 4), ((0, 1), 2), ((3, 4), 5)],
-    7: [(0, 1), (2, 3), (4, 5), ((0, 1), (2, 3)), ((4, 5), 6)],
-    8: [(0, 1), (2, 3), (4, 5), (6, 7), ((0, 1), (2, 3)), ((4, 5), (6, 7))],
-    9: [(0, 1), (2, 3), (4, 5), (6, 7), ((0, 1), (2, 3)), ((6, 7), 8), ((4, 5), ((6, 7), 8))],
-}
-INNER_REGIONS[16] = [
-    *[(k, k + 1) for k in range(0, 16, 2)],
-    *[((k, k + 1), (k + 2, k + 3)) for k in range(0, 16, 4)],
-    *TREES[16],
-]
+
+def height(region: tuple | int) -> int:
+    return 0 if isinstance(region, int) else 1 + max(map(height, region))
+
+
+def inner_regions(tree: tuple) -> list[tuple]:
+    """Regions below the root that have a sum, in the order of the checkpoint: leaves to root, then left to right."""
+    found = [region for part in tree if isinstance(part, tuple) for region in (*inner_regions(part), part)]
+    return sorted(found, key=height)
 
 
 def written(name: str, n: int) -> Latents:
@@ -55,7 +48,7 @@ def written(name: str, n: int) -> Latents:
         return Latents([], [0] * n)
     if name == "hmm":
         return Latents(list(range(n - 1)), list(range(n)))
-    regions = [TREES[n], *INNER_REGIONS[n]]  # the latent of a region is its place here
+    regions = [TREES[n], *inner_regions(TREES[n])]  # the latent of a region is its place here
     above = {child: latent for latent, region in enumerate(regions) for child in region}
     return Latents([above[region] for region in regions[1:]], [above[k] for k in range(n)])
 
