@@ -270,13 +270,7 @@ def shorter(state: dict) -> dict:
         ([1, 2], 2, renamed("q_proj.lora_", "rotary.lora_"), "", ["adapters of rotary", "q_proj"]),
         ([1, 2], 2, without(".lora_"), "", ["0 adapter tensors", "r=2"]),
         ([1, 2], 2, shorter, "", ["expected: (2, "]),
-        (
-            [1, 2],
-            2,
-            changed("lm._lm.lm_head.modules_to_save.default.weight", torch.ones(7, 8)),
-            "",
-            ["modules_to_save"],
-        ),
+        ([1, 2], 2, changed("lm._lm.lm_head.modules_to_save", torch.ones(7)), "", ["modules_to_save"]),
     ],
 )
 def test_unsupported_adapters_are_refused(tmp_path, capsys, layers, stated, change, line, words):
