@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from itertools import pairwise
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,9 +16,10 @@ import pytest
 from aiohttp import web
 
 from vllm_mtpc.cli import main
-from vllm_mtpc.play import command, streams
+from vllm_mtpc.play import command
 from vllm_mtpc.play.app import Play, Side
 
+GONE = Side("plain", "http://127.0.0.1:9")
 CHUNKS = [("d", [100]), ("ef re", [1, 2, 3, 4, 5]), ("é", [195, 169]), ("", []), ("\n", [10])]
 
 
@@ -79,40 +81,49 @@ def on_page(server: Server, call: Callable[[aiohttp.ClientSession, str], Any], p
     """What `call` returns of a page before this server on both sides."""
 
     async def run() -> Any:
-        runners = []
+        async with AsyncExitStack() as stack:
 
-        async def serve(app: web.Application) -> str:
-            runners.append(web.AppRunner(app))
-            await runners[-1].setup()
-            site = web.TCPSite(runners[-1], "127.0.0.1", 0)
-            await site.start()
-            return f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+            async def serve(app: web.Application) -> str:
+                runner = web.AppRunner(app)
+                stack.push_async_callback(runner.cleanup)
+                await runner.setup()
+                await web.TCPSite(runner, "127.0.0.1", 0).start()
+                return f"http://127.0.0.1:{runner.addresses[0][1]}"
 
-        url = await serve(server.app())
-        heads = [Side("a", url, "good"), Side("b", url, "bad"), Side("c", url)]
-        page = await serve(Play("demo", plain or Side("plain", url), heads, "def ").app())
-        try:
-            async with aiohttp.ClientSession() as session:
-                return await call(session, page)
-        finally:
-            for runner in runners:
-                await runner.cleanup()
+            url = await serve(server.app())
+            heads = [Side("a", url, "good"), Side("b", url, "bad"), Side("c", url)]
+            page = await serve(Play("demo", plain or Side("plain", url), heads, "def ").app())
+            return await call(await stack.enter_async_context(aiohttp.ClientSession()), page)
 
     return asyncio.run(run())
 
 
-def asking(side: str, **more: Any) -> Callable[[aiohttp.ClientSession, str], Any]:
-    async def call(session: aiohttp.ClientSession, page: str) -> list[dict[str, Any]]:
-        body = {"prompt": "def ", "temperature": 0, "max_tokens": 9, "seed": 1, "head": 0, **more}
-        async with session.post(f"{page}/ask/{side}", json=body) as response:
-            return [json.loads(line) for line in (await response.text()).splitlines()]
+JSON = {"Content-Type": "application/json"}
+OWN = {**JSON, "Origin": "http://{host}"}
+ASK = {"prompt": "def ", "temperature": 0, "max_tokens": 9, "head": 0}
+ROUTES = [("/ask/plain", ASK), ("/ask/head", ASK), ("/switch", {"head": 0}), ("/settings", None), ("/", None)]
 
-    return call
+
+def send(server: Server, path: str, body: Any = None, headers: Any = OWN, plain: Side | None = None) -> tuple[int, str]:
+    """Status and text of the answer to a POST of JSON, or to a GET without a body."""
+
+    async def call(session: aiohttp.ClientSession, page: str) -> tuple[int, str]:
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        named = {name: value.format(host=urlsplit(page).netloc) for name, value in headers.items()}
+        async with session.request("POST" if data else "GET", page + path, data=data, headers=named) as response:
+            return response.status, await response.text()
+
+    return on_page(server, call, plain)
+
+
+def asked(server: Server, side: str, **more: Any) -> list[dict[str, Any]]:
+    """Lines of the answer of one side."""
+    return [json.loads(line) for line in send(server, f"/ask/{side}", {**ASK, "seed": 1, **more})[1].splitlines()]
 
 
 def test_chunk_is_one_step() -> None:
     server = Server()
-    found = on_page(server, asking("head", drafts=3))
+    found = asked(server, "head", drafts=3)
     assert [(one["pieces"], one["tokens"]) for one in found] == [
         (["d"], 1),
         (list("ef re"), 5),
@@ -122,41 +133,35 @@ def test_chunk_is_one_step() -> None:
     assert all(before["ms"] < after["ms"] for before, after in pairwise(found))
     path, body, _ = server.asked[-1]
     assert path == "/v1/completions" and body["vllm_xargs"] == {"mtpc_drafts": 3} and body["seed"] == 1
-    on_page(server, asking("plain", drafts=3))
+    asked(server, "plain", drafts=3)
     assert "vllm_xargs" not in server.asked[-1][1]
 
 
 def test_counts_of_the_server_come_last() -> None:
-    *_, last = on_page(Server(counts=True), asking("head"))
-    assert last == {"steps": 9 - 4, "accepted": [2, 2, 0]}
+    assert asked(Server(counts=True), "head")[-1] == {"steps": 9 - 4, "accepted": [2, 2, 0]}
 
 
 def test_chat_uses_the_chat_template(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server()
     monkeypatch.setenv("VLLM_API_KEY", "k")
-    on_page(server, asking("head", chat=True))
+    asked(server, "head", chat=True)
     path, body, key = server.asked[-1]
     assert (path, key) == ("/v1/chat/completions", "Bearer k")
     assert body["messages"] == [{"role": "user", "content": "def "}] and "prompt" not in body
 
 
 def test_server_errors_are_shown() -> None:
-    (error,) = on_page(Server(), asking("head", drafts=8))
+    (error,) = asked(Server(), "head", drafts=8)
     assert "answers 400: allowed are 0 to 7" in error["error"]
-
-    async def of_nobody(session: aiohttp.ClientSession, page: str) -> None:
-        await streams.model_of(session, "http://127.0.0.1:9")
-
-    with pytest.raises(streams.EngineFailed, match=r"http://127.0.0.1:9 is no server with vLLM's OpenAI API"):
-        on_page(Server(), of_nobody)
+    _, text = send(Server(), "/ask/plain", ASK, plain=GONE)
+    assert "http://127.0.0.1:9/v1/models does not answer as vLLM's OpenAI API" in json.loads(text)["error"]
 
 
 def test_client_disconnect_cancels_request() -> None:
     server = Server()
 
     async def call(session: aiohttp.ClientSession, page: str) -> None:
-        body = {"prompt": "long", "temperature": 0, "max_tokens": 9, "head": 0}
-        async with session.post(f"{page}/ask/plain", json=body) as response:
+        async with session.post(f"{page}/ask/plain", json={**ASK, "prompt": "long"}) as response:
             await response.content.readline()
         for _ in range(200):
             if server.left:
@@ -168,44 +173,18 @@ def test_client_disconnect_cancels_request() -> None:
 
 
 def test_settings_and_switch() -> None:
-    async def call(session: aiohttp.ClientSession, page: str) -> Any:
-        async with session.get(f"{page}/settings") as response:
-            found = [await response.json()]
-        for head in (0, 1, 2, 3):
-            async with session.post(f"{page}/switch", json={"head": head}) as response:
-                found.append((response.status, await response.json()))
-        async with session.get(page) as response:
-            found.append(await response.text())
-        return found
-
     server = Server()
-    settings, good, bad, of_url, unknown, page = on_page(server, call)
+    settings = json.loads(send(server, "/settings")[1])
     assert settings["heads"] == [{"name": name, "drafts": 7} for name in "abc"] and settings["prompt"] == "def "
-    assert good == (200, {"head": "a"}) and of_url == (200, {"head": "c"})
-    assert bad == (502, {"error": "the head is not swapped"}) and unknown[0] == 400
+    answers = [send(server, "/switch", {"head": head}) for head in (0, 1, 2, 3)]
+    assert [status for status, _ in answers] == [200, 502, 200, 400]
+    good, bad, of_url, _ = (json.loads(text) for _, text in answers)
+    assert (good, of_url) == ({"head": "a"}, {"head": "c"})
+    assert bad["error"].endswith("answers 400: the head is not swapped")
     assert [one[1] for one in server.asked] == ["good", "bad"]
-    assert page.startswith("<!doctype html>")
 
 
-def sending(
-    method: str, path: str, headers: dict[str, str], data: bytes | None = None
-) -> Callable[[aiohttp.ClientSession, str], Any]:
-    async def call(session: aiohttp.ClientSession, page: str) -> tuple[int, str]:
-        named = {name: value.format(host=urlsplit(page).netloc) for name, value in headers.items()}
-        async with session.request(method, page + path, data=data, headers=named) as response:
-            return response.status, await response.text()
-
-    return call
-
-
-JSON = {"Content-Type": "application/json"}
-OWN = {**JSON, "Origin": "http://{host}"}
-ASK = b'{"prompt": "def ", "temperature": 0, "max_tokens": 9, "head": 0}'
-ROUTES = [("POST", "/ask/plain", ASK), ("POST", "/ask/head", ASK), ("POST", "/switch", b'{"head": 0}')]
-ROUTES += [("GET", "/settings", None), ("GET", "/", None)]
-
-
-@pytest.mark.parametrize(("method", "path", "data"), ROUTES)
+@pytest.mark.parametrize(("path", "body"), ROUTES)
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
@@ -221,21 +200,19 @@ ROUTES += [("GET", "/settings", None), ("GET", "/", None)]
         ({**JSON, "Host": "[::1]:8600"}, 200),
     ],
 )
-def test_page_refuses_requests_of_other_sites(
-    method: str, path: str, data: bytes | None, headers: dict[str, str], status: int
-) -> None:
+def test_page_refuses_requests_of_other_sites(path: str, body: Any, headers: dict[str, str], status: int) -> None:
     server = Server()
-    assert on_page(server, sending(method, path, headers, data))[0] == status
+    assert send(server, path, body, headers)[0] == status
     assert status == 200 or not server.asked
 
 
-@pytest.mark.parametrize(("method", "path", "data"), ROUTES[:3])
-def test_page_refuses_bodies_without_the_type_of_json(method: str, path: str, data: bytes) -> None:
+@pytest.mark.parametrize(("path", "body"), ROUTES[:3])
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded"])
+def test_page_refuses_bodies_without_the_type_of_json(path: str, body: Any, kind: str) -> None:
     """A browser sends text/plain and forms to other sites without asking them first."""
     server = Server()
-    for kind in ("text/plain", "application/x-www-form-urlencoded"):
-        status, text = on_page(server, sending(method, path, {**OWN, "Content-Type": kind}, data))
-        assert status == 415 and "application/json" in text and not server.asked
+    status, text = send(server, path, body, {**OWN, "Content-Type": kind})
+    assert status == 415 and "application/json" in text and not server.asked
 
 
 @pytest.mark.parametrize(
@@ -247,25 +224,23 @@ def test_page_refuses_bodies_without_the_type_of_json(method: str, path: str, da
         *(("/ask/plain", {"max_tokens": most}) for most in (0, float("nan"), float("inf"))),
         *(("/ask/head", {"drafts": most}) for most in (-1, float("nan"))),
         ("/ask/head", {"prompt": None}),
+        ("/ask/head", b"[1"),
+        ("/switch", b"[1"),
     ],
 )
-def test_page_answers_400_to_values_out_of_range(path: str, changed: dict[str, Any]) -> None:
+def test_page_answers_400_to_values_out_of_range(path: str, changed: Any) -> None:
     server = Server()
-    body = json.dumps({**json.loads(ASK), **changed}).encode()
-    status, text = on_page(server, sending("POST", path, OWN, body))
+    status, text = send(server, path, changed if isinstance(changed, bytes) else {**ASK, **changed})
     assert status == 400 and len(json.loads(text)["error"].splitlines()) == 1 and not server.asked
-    assert on_page(server, sending("POST", path, OWN, b"[1"))[0] == 400
 
 
 def test_page_runs_its_own_script_and_no_other() -> None:
     async def call(session: aiohttp.ClientSession, page: str) -> list[tuple[str, str]]:
-        found = []
-        for _ in range(2):
-            async with session.get(page) as response:
-                found.append((response.headers["Content-Security-Policy"], await response.text()))
-        return found
+        answers = [await session.get(page) for _ in range(2)]
+        return [(answer.headers["Content-Security-Policy"], await answer.text()) for answer in answers]
 
     (policy, text), (other, _) = on_page(Server(), call)
+    assert text.startswith("<!doctype html>")
     assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy and "unsafe" not in policy
     (nonce,) = re.findall(r'<script nonce="(.*?)">', text)
     assert f"script-src 'nonce-{nonce}'" in policy and nonce not in other and text.count("<script") == 1
@@ -282,9 +257,6 @@ def test_play_warns_when_other_machines_reach_the_page(
     assert (f"--host {host}" in error and "VLLM_API_KEY" in error) == warns and error.count("\n") == warns
 
 
-GONE = Side("plain", "http://127.0.0.1:9")
-
-
 @pytest.mark.parametrize(
     ("template", "plain", "chat", "tokens"),
     [(True, None, True, 512), (False, None, False, 512), (True, GONE, False, None)],
@@ -293,7 +265,7 @@ def test_settings_carry_the_chat_template_and_the_token_limit_of_the_model(
     template: bool, plain: Side | None, chat: bool, tokens: int | None
 ) -> None:
     """Without them when the server is gone."""
-    status, text = on_page(Server(template=template), sending("GET", "/settings", {}), plain)
+    status, text = send(Server(template=template), "/settings", plain=plain)
     settings = json.loads(text)
     assert (status, settings["chat"], settings["tokens"]) == (200, chat, tokens)
 

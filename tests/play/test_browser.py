@@ -44,15 +44,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from selenium import webdriver
 
-    options = webdriver.ChromeOptions()
-    profile = tmp_path_factory.mktemp("profile")
-    for word in (
-        "headless=new",
-        "no-sandbox",
-        "disable-dev-shm-usage",
-        "window-size=1280,1180",
-        f"user-data-dir={profile}",
-    ):
+    options, profile = webdriver.ChromeOptions(), tmp_path_factory.mktemp("profile")
+    for word in ("headless=new", "no-sandbox", "disable-dev-shm-usage", f"user-data-dir={profile}"):
         options.add_argument(f"--{word}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     made = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
@@ -79,21 +72,19 @@ class Page:
         self.run(f"(() => {{ const one = document.getElementById({name!r}); one.value = {value!r}; "
                  "one.dispatchEvent(new Event('input')); })()")  # fmt: skip
 
-    def press(self, *keys: str) -> None:
-        from selenium.webdriver import ActionChains
+    def text(self, name: str) -> str:
+        return self.browser.find_element("id", name).text
 
-        chain = ActionChains(self.browser)
-        for key in keys[:-1]:
-            chain.key_down(key)
-        chain.send_keys(keys[-1])
-        for key in keys[:-1]:
-            chain.key_up(key)
-        chain.perform()
+    def click(self, name: str) -> None:
+        self.browser.find_element("id", name).click()
 
-    def race(self) -> None:
+    def press(self, *names: str) -> None:
         from selenium.webdriver.common.keys import Keys
 
-        self.press(Keys.CONTROL, Keys.ENTER)
+        self.browser.switch_to.active_element.send_keys(*(getattr(Keys, name) for name in names))
+
+    def race(self) -> None:
+        self.press("CONTROL", "ENTER")
         self.wait("running === null && plain.steps > 0")
 
 
@@ -105,9 +96,9 @@ def page(browser: Any, address: str) -> Page:
 
 def test_race_shows_both_answers(page: Page) -> None:
     page.set("length", 200)
-    page.browser.find_element("id", "apart").click()
+    page.click("apart")
     page.race()
-    assert "The text is the same." in page.browser.find_element("id", "verdict").text
+    assert "The text is the same." in page.text("verdict")
     assert page.run("plain.rate") == 1 and page.run("ours.rate") > 1.5
     assert page.run("plain.tokens") == page.run("ours.tokens") == 200
     marked = page.run("[...document.querySelectorAll('#ours .draft')].map(one => Number(one.dataset.k))")
@@ -136,7 +127,7 @@ def test_drafts_and_head_can_be_changed(page: Page) -> None:
     assert page.run("document.getElementById('ours-name').textContent") == "with hmm"
     accepted = page.run("ours.accepted")
     assert accepted[0] >= accepted[1] > 0 and not any(accepted[2:])
-    assert "The text is the same." in page.browser.find_element("id", "verdict").text  # of a seed, at T=1
+    assert "The text is the same." in page.text("verdict")  # of a seed, at T=1
 
 
 def test_verdict_is_a_median_of_races_of_20_tokens_or_more(page: Page) -> None:
@@ -150,12 +141,12 @@ def test_verdict_is_a_median_of_races_of_20_tokens_or_more(page: Page) -> None:
             speed = f"{next(factors)} * plain.speed"
             page.run(f"Object.defineProperty(ours, 'speed', {{configurable: true, get: () => {speed}}})")
         page.race()
-        texts.append(page.browser.find_element("id", "verdict").text)
+        texts.append(page.text("verdict"))
     assert [text[:4] for text in texts if "plain vLLM" in text] == ["3.00", "2.00", "2.00", "2.50"]
     assert "too few to compare" in texts[2] and "median of 4 races" in texts[4] and "pass" not in "".join(texts)
-    page.browser.find_element("id", "apart").click()  # other settings, other races
+    page.click("apart")  # other settings, other races
     page.race()
-    assert "median" not in page.browser.find_element("id", "verdict").text
+    assert "median" not in page.text("verdict")
 
 
 def test_escape_stops_the_race(page: Page) -> None:
@@ -163,7 +154,7 @@ def test_escape_stops_the_race(page: Page) -> None:
     escape = "document.dispatchEvent(new KeyboardEvent('keydown', {key: 'Escape'}))"
     page.run(f"(() => {{ const own = ours.step; ours.step = event => {{ own.call(ours, event); {escape}; }}; }})()")
     page.set("length", 900)
-    page.browser.find_element("id", "go").click()
+    page.click("go")
     page.wait("ours.steps > 0 && running === null")
     assert not page.run("ours.done") and page.run("ours.tokens") < 900
     assert page.run("document.querySelectorAll('.error').length") == 0
@@ -172,7 +163,7 @@ def test_escape_stops_the_race(page: Page) -> None:
 def test_page_shows_errors(page: Page) -> None:
     page.set("length", 60)
     page.set("prompt", "x" * 3000)  # longer than the demo target reads
-    page.browser.find_element("id", "go").click()
+    page.click("go")
     page.wait("document.querySelectorAll('.error').length === 2 && running === null")
     assert "answers 400" in page.run("document.querySelector('#plain .error').textContent")
 
@@ -191,19 +182,17 @@ def test_page_fits_a_phone(page: Page) -> None:
         )  # below each other
         page.run("window.scrollTo(0, 0)")
         verdict = page.run("document.getElementById('verdict').getBoundingClientRect().bottom")
-        assert page.browser.find_element("id", "verdict").text and 0 < verdict <= 664  # the browser takes 180 pixels
+        assert page.text("verdict") and 0 < verdict <= 664  # the browser takes 180 pixels
     finally:
         page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def test_page_works_by_keyboard(page: Page) -> None:
     """Every control is reached by Tab, and has a name."""
-    from selenium.webdriver.common.keys import Keys
-
     reached = []
     page.run("document.body.focus()")
     for _ in range(14):
-        page.press(Keys.TAB)
+        page.press("TAB")
         reached.append(page.run("document.activeElement.id"))
     assert {"prompt", "head", "drafts", "temperature", "length", "go", "apart", "chat", "numbers"} <= set(reached)
     unnamed = page.run(

@@ -13,7 +13,7 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import aiohttp
 from aiohttp import web
@@ -21,8 +21,8 @@ from aiohttp.typedefs import Handler
 from pydantic import ValidationError
 
 from vllm_mtpc.engine.options import API_KEY
-from vllm_mtpc.errors import EngineFailed, MtpcError, one_line
-from vllm_mtpc.play.streams import HEADERS_S, Asked, Chosen, drafts_of, has_chat_template, message_of, model_of, steps
+from vllm_mtpc.errors import EngineFailed, one_line
+from vllm_mtpc.play.streams import HEADERS_S, Asked, Chosen, answer, drafts_of, model_of, steps
 
 PAGE = Path(__file__).with_name("page.html")
 POLICY = (
@@ -89,15 +89,15 @@ class Play:
 
     async def settings(self, request: web.Request) -> web.Response:
         """Return the settings that the page starts with; servers that do not answer are left out."""
-        found = []
-        for head in self.heads:
-            found.append({"name": head.name, "drafts": await drafts_of(self.session, head.url)})
-        model, chat = {}, False
-        with contextlib.suppress(EngineFailed, aiohttp.ClientError, OSError):
+        shown: dict[str, Any] = {"target": self.target, "prompt": self.prompt, "tokens": None, "chat": False}
+        shown["heads"] = [{"name": one.name, "drafts": await drafts_of(self.session, one.url)} for one in self.heads]
+        with contextlib.suppress(EngineFailed):
             model = await model_of(self.session, self.plain.url)
-            chat = await has_chat_template(self.session, self.plain.url, model["id"])
-        shown = {"target": self.target, "prompt": self.prompt, "tokens": model.get("max_model_len"), "chat": chat}
-        return web.json_response({**shown, "heads": found})
+            shown["tokens"] = model.get("max_model_len")
+            body = {"model": model["id"], "messages": [{"role": "user", "content": "a"}]}
+            async with answer(self.session, f"{self.plain.url}/tokenize", json=body):
+                shown["chat"] = True  # vLLM has a chat template for this model
+        return web.json_response(shown)
 
     async def ask(self, request: web.Request) -> web.StreamResponse:
         """Stream a line of JSON per step, {"pieces", "tokens", "ms"}; then {"steps", "accepted"}, or {"error"}."""
@@ -124,9 +124,8 @@ class Play:
         if head.folder is None:
             return web.json_response({"head": head.name})
         try:
-            async with self.session.post(f"{head.url}/mtpc/head", json={"path": head.folder}) as response:
-                if response.status != 200:
-                    raise EngineFailed(message_of(await response.text()))
-        except (aiohttp.ClientError, OSError, MtpcError, EngineFailed) as error:
+            async with answer(self.session, f"{head.url}/mtpc/head", json={"path": head.folder}):
+                pass
+        except EngineFailed as error:
             return web.json_response({"error": str(error)}, status=502)
         return web.json_response({"head": head.name})

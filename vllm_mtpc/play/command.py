@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from vllm_mtpc import demo
-from vllm_mtpc.checkpoint import read_config, resolve_head
+from vllm_mtpc.checkpoint import read_config, resolve_head, resolve_verifier
 from vllm_mtpc.engine import server
 from vllm_mtpc.engine.options import API_KEY
 from vllm_mtpc.errors import UsageError
@@ -49,11 +49,10 @@ def run(args: argparse.Namespace) -> int:
             "heads that are folders, without --plain; type one of these"
         )
     if are_urls == {True}:
-        heads = [Side(name, url.rstrip("/")) for name, url in names]
-        show(args, Play("", Side("plain", server_address(args.plain)), heads, PROMPTS[False]))
-        return 0
-    with run_servers(args, names) as play:
-        show(args, play)
+        show(args, Play("", Side("plain", server_address(args.plain)), [Side(*one) for one in names], PROMPTS[False]))
+    else:
+        with run_servers(args, names) as play:
+            show(args, play)
     return 0
 
 
@@ -86,7 +85,7 @@ def run_servers(args: argparse.Namespace, names: Sequence[tuple[str, str]]) -> I
     folders = {name: resolve_head(head) for name, head in names} or {name: demo.path(name) for name in DEMO_HEADS}
     first = next(iter(folders.values()))
     config = read_config(first)
-    target = args.target or target_of(first)
+    target = args.target or str(resolve_verifier(first, config.speculators_config.verifier.name_or_path))
     engine = [*(DEMO_ENGINE if is_demo else ()), *args.engine]
     spec = {"method": config.speculators_model_type, "model": str(first)}
     drafting = ["--speculative-config", json.dumps(spec), "--per-request-spec-decode-metrics", "summary"]
@@ -107,20 +106,12 @@ def run_servers(args: argparse.Namespace, names: Sequence[tuple[str, str]]) -> I
         yield Play(shown, Side("plain", f"http://{server.HOST}:{plain.port}"), sides, PROMPTS[is_demo])
 
 
-def target_of(head: Path) -> str:
-    from vllm_mtpc.checkpoint import resolve_verifier
-
-    return str(resolve_verifier(head, read_config(head).speculators_config.verifier.name_or_path))
-
-
 def show(args: argparse.Namespace, play: Play) -> None:
     """Serve the page until Ctrl+C."""
     from aiohttp import web
 
     if args.host not in ("127.0.0.1", "localhost", "::1"):
-        print(
-            f"warning: --host {args.host}: everyone who reaches it uses the servers with your {API_KEY}",
-            file=sys.stderr,
-        )
+        warning = f"warning: --host {args.host}: everyone who reaches it uses the servers with your {API_KEY}"
+        print(warning, file=sys.stderr)
     print(f"open http://{args.host}:{args.port} (Ctrl+C ends it)", flush=True)
     web.run_app(play.app(args.host), host=args.host, port=args.port, print=None)

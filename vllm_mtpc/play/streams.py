@@ -7,6 +7,7 @@ summary reports the exact counts at the end.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import AsyncIterator
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import aiohttp
 from pydantic import BaseModel, Field
 
+from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.errors import EngineFailed, printable
 
 HEADERS_S = 30.0  # longest wait for a connection
@@ -64,39 +66,45 @@ class Counted(NamedTuple):
     steps: int
     accepted: list[int]
 
-    @classmethod
-    def of(cls, tokens: int, metrics: dict[str, Any]) -> Counted:
-        """Return the counts of vLLM's metrics of speculative decoding, which leave out steps without drafts."""
-        by_count = metrics["acceptance_histogram"]
-        accepted = [sum(by_count[k:]) for k in range(1, len(by_count))]
-        return cls(tokens - sum(accepted), accepted)
+
+@contextlib.asynccontextmanager
+async def answer(session: aiohttp.ClientSession, url: str, **more: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+    """Yield the answer to a POST of `json`, or to a GET without it.
+
+    Raises:
+        EngineFailed: the server does not answer, or with an error, or not as vLLM does.
+    """
+    try:
+        async with session.request("POST" if "json" in more else "GET", url, **more) as response:
+            if response.status != 200:
+                raise EngineFailed(f"{url} answers {response.status}: {_message_of(await response.text())}")
+            yield response
+    except (aiohttp.ClientError, OSError, LookupError, ValueError) as error:
+        raise EngineFailed(f"{url} does not answer as vLLM's OpenAI API: {error or type(error).__name__}") from None
 
 
 async def steps(session: aiohttp.ClientSession, url: str, model: str, asked: Asked) -> AsyncIterator[Step | Counted]:
     """Yield the steps of one answer, then the server's counts if it has them. Raises EngineFailed."""
     path, body = asked.request(model)
     started, counted = time.perf_counter(), 0
-    try:
-        async with session.post(url + path, json=body) as response:
-            if response.status != 200:
-                raise EngineFailed(f"{url} answers {response.status}: {message_of(await response.text())}")
-            async for line in response.content:
-                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                    continue
-                event = json.loads(line[len(b"data: ") :])
-                if "error" in event:
-                    raise EngineFailed(f"{url}: {event['error'].get('message', event['error'])}")
-                if of_request := (event.get("metrics") or {}).get("speculative_decoding"):
-                    yield Counted.of(counted, of_request)
-                for choice in event["choices"]:
-                    if tokens := len(choice.get("token_ids") or ()):
-                        yield Step(pieces_of(choice, tokens), tokens, 1000 * (time.perf_counter() - started))
-                    counted += tokens
-    except (aiohttp.ClientError, TimeoutError, OSError, json.JSONDecodeError) as error:
-        raise EngineFailed(f"{url} does not answer: {error or type(error).__name__}") from None
+    async with answer(session, url + path, json=body) as response:
+        async for line in response.content:
+            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                continue
+            event = json.loads(line[len(b"data: ") :])
+            if "error" in event:
+                raise EngineFailed(f"{url}: {event['error'].get('message', event['error'])}")
+            if of_request := (event.get("metrics") or {}).get("speculative_decoding"):
+                by_count = of_request["acceptance_histogram"]  # of steps with drafts
+                accepted = [sum(by_count[k:]) for k in range(1, len(by_count))]
+                yield Counted(counted - sum(accepted), accepted)
+            for choice in event["choices"]:
+                if tokens := len(choice.get("token_ids") or ()):
+                    yield Step(_pieces_of(choice, tokens), tokens, 1000 * (time.perf_counter() - started))
+                counted += tokens
 
 
-def pieces_of(choice: dict[str, Any], tokens: int) -> list[str]:
+def _pieces_of(choice: dict[str, Any], tokens: int) -> list[str]:
     """Return the chunk's text token by token if the server separates it, else in one piece."""
     text: str = choice.get("text") or choice.get("delta", {}).get("content") or ""
     logprobs = choice.get("logprobs") or {}
@@ -106,7 +114,7 @@ def pieces_of(choice: dict[str, Any], tokens: int) -> list[str]:
     return list(text) if len(text) == tokens else [text]
 
 
-def message_of(text: str) -> str:
+def _message_of(text: str) -> str:
     """Return the message of an error of the API."""
     try:
         body = json.loads(text)
@@ -119,32 +127,15 @@ def message_of(text: str) -> str:
 
 async def model_of(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
     """Return the model of a server: {"id", "max_model_len" on vLLM}. Raises EngineFailed."""
-    try:
-        async with session.get(url + "/v1/models") as response:
-            if response.status != 200:
-                raise EngineFailed(f"{url} answers {response.status}: {message_of(await response.text())}")
-            found: dict[str, Any] = (await response.json())["data"][0]
-            return found | {"id": str(found["id"])}
-    except (aiohttp.ClientError, TimeoutError, OSError, KeyError, IndexError, ValueError) as error:
-        raise EngineFailed(f"{url} is no server with vLLM's OpenAI API: {error or type(error).__name__}") from None
-
-
-async def has_chat_template(session: aiohttp.ClientSession, url: str, model: str) -> bool:
-    """Return whether vLLM renders a message for this model; False for servers without vLLM's /tokenize."""
-    body = {"model": model, "messages": [{"role": "user", "content": "a"}]}
-    async with session.post(url + "/tokenize", json=body) as response:
-        return response.status == 200
+    async with answer(session, url + "/v1/models") as response:
+        found: dict[str, Any] = (await response.json())["data"][0]
+        return found | {"id": str(found["id"])}
 
 
 async def drafts_of(session: aiohttp.ClientSession, url: str) -> int | None:
     """Return the maximum number of drafts per step by the server's counters; None: no drafts, or no counters."""
-    from prometheus_client.parser import text_string_to_metric_families
-
-    try:
-        async with session.get(url + "/metrics") as response:
-            families = list(text_string_to_metric_families(await response.text()))
-    except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
-        return None
-    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-    found = {one.labels["position"] for family in families for one in family.samples if one.name == name}
+    found: tuple[int, ...] = ()
+    with contextlib.suppress(EngineFailed):
+        async with answer(session, url + "/metrics") as response:
+            found = Acceptance.read(await response.text()).accepted_per_position
     return len(found) or None
