@@ -16,7 +16,7 @@ import yaml
 from tests.support.hub import TOKEN, Hub, hub_server
 from vllm_mtpc import demo
 from vllm_mtpc.cli import main
-from vllm_mtpc.publish.head_card import complete_card, published_files
+from vllm_mtpc.publish import complete_card, published_files
 
 TARGET = "someone/target"
 HEAD_FILES = {"README.md", "config.json", "model.safetensors", "provenance.json", "loss.png", "acceptance.png"}
@@ -55,8 +55,11 @@ def push(hub: Hub, home: Path, *words: str | Path, token: str = TOKEN) -> subpro
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
-def front(card: bytes) -> dict:
-    return yaml.safe_load(card.decode().split("---\n")[1])
+def error_of(done: subprocess.CompletedProcess[str]) -> str:
+    """The only error line of a command that failed."""
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("vllm-mtpc: error:")]
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    return line
 
 
 def test_push_sends_head_files_as_one_commit(hub: Hub, head: Path, tmp_path: Path) -> None:
@@ -70,7 +73,7 @@ def test_push_sends_head_files_as_one_commit(hub: Hub, head: Path, tmp_path: Pat
     assert sent.keys() == HEAD_FILES
     for name in HEAD_FILES - {"README.md"}:
         assert sent[name] == (head / name).read_bytes(), name
-    found = front(sent["README.md"])
+    found = yaml.safe_load(sent["README.md"].decode().split("---\n")[1])
     assert (found["license"], found["license_name"]) == ("other", "theirs")  # the target's
     assert (found["base_model"], found["language"]) == (TARGET, "code")
     assert sent["README.md"].decode().partition("\n# ")[2] == text.partition("\n# ")[2]
@@ -91,39 +94,33 @@ def test_push_sends_head_files_as_one_commit(hub: Hub, head: Path, tmp_path: Pat
 )
 def test_push_prints_one_line_for_hub_errors(hub: Hub, head: Path, tmp_path: Path, place: str, status: int) -> None:
     hub.refuse[place] = status
-    done = push(hub, tmp_path / "home", head, "me/head")
-    error = [line for line in done.stderr.splitlines() if line.startswith("vllm-mtpc: error:")]
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert len(error) == 1 and f"{status} " in error[0] and "hf auth login" in error[0], done.stderr
+    error = error_of(push(hub, tmp_path / "home", head, "me/head"))
+    assert f"{status} " in error and "hf auth login" in error
     assert not hub.commits and any(place in one for one in hub.asked)
 
 
-def test_push_prints_one_line_without_connection(hub: Hub, head: Path, tmp_path: Path) -> None:
+def test_push_prints_one_line_without_token_or_connection(hub: Hub, head: Path, tmp_path: Path) -> None:
+    assert "hf auth login" in error_of(push(hub, tmp_path / "home", head, "me/head", token="")) and not hub.created
     hub.url = "http://127.0.0.1:9"  # discard: nothing listens
-    done = push(hub, tmp_path / "home", head, "me/head")
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "me/head on http://127.0.0.1:9: not uploaded" in done.stderr.splitlines()[-1]
+    assert f"me/head on {hub.url}: not uploaded" in error_of(push(hub, tmp_path / "home", head, "me/head"))
 
 
-def test_dry_run_sends_no_request_and_missing_token_creates_nothing(hub: Hub, head: Path, tmp_path: Path) -> None:
+def test_dry_run_sends_no_request(hub: Hub, head: Path, tmp_path: Path) -> None:
     done = push(hub, tmp_path / "home", head, "me/head", "--dry-run", "--license", "mit", token="")
     assert done.returncode == 0, done.stderr
     assert "model.safetensors" in done.stdout and "license: mit" in done.stdout and "nothing was sent" in done.stdout
     assert not hub.asked
-    done = push(hub, tmp_path / "home", head, "me/head", token="")
-    assert done.returncode == 1 and "hf auth login" in done.stderr and not hub.created
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
-    assert main(["push", *map(str, words), "--dry-run"]) == 1
+    assert main(["push", *map(str, words)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     return line
 
 
 @pytest.mark.parametrize("name", ["me/head/more", "me/he ad", "me/" + "a" * 97, "../head"])
 def test_push_refuses_invalid_repository_names(head: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    assert main(["push", str(head), name, "--license", "mit"]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
+    line = refused(capsys, head, name, "--license", "mit")
     assert f"{name} on " in line and "not uploaded" in line
 
 
@@ -133,10 +130,12 @@ def test_push_refuses_folders_without_a_valid_head(
     assert "no head's folder" in refused(capsys, tmp_path, "me/head")
     assert "no head's folder" in refused(capsys, demo.path("target"), "me/head")
     assert "its target is the local folder '../target'" in refused(capsys, demo.path("btree"), "me/head")
-    data = bytearray((head / "model.safetensors").read_bytes())
-    data[-2:] = b"\xff\x7f"  # NaN
-    (head / "model.safetensors").write_bytes(data)
+    data = (head / "model.safetensors").read_bytes()
+    (head / "model.safetensors").write_bytes(data[:-2] + b"\xff\x7f")  # NaN
     assert "NaN" in refused(capsys, head, "me/head")
+    (head / "README.md").write_text("---\ntags: [\n---\n# Mine\n")
+    (head / "model.safetensors").write_bytes(data)
+    assert "README.md: cannot be read" in refused(capsys, head, "me/head")
     (head / "model.safetensors").rename(head / "model.bin")
     assert "pickled weights are never loaded" in refused(capsys, head, "me/head")
 
@@ -146,17 +145,15 @@ def test_push_writes_a_card_if_the_folder_has_none(head: Path, capsys: pytest.Ca
     assert main(["push", str(head), "me/head", "--dry-run"]) == 0
     assert "no licence, so others may not use the head" in capsys.readouterr().out
     card = complete_card(head, "me/head", None, is_online=False)
-    assert f"A draft head for `{TARGET}`" in card.text and card.data.license is None
+    assert f"\n\nA draft head for `{TARGET}`.\n" in card.text and card.data.license is None
     assert "](acceptance.png)" in card.text and "](loss.png)" in card.text and "frontier" not in card.text
     (result, greedy) = card.data.eval_results
     assert (result.metric_name, result.metric_value) == ("Tokens/step at T=1", 2.881)
     assert (greedy.metric_name, greedy.dataset_name) == ("Tokens/step at T=0", "build/demo/heldout.jsonl")
 
 
-def test_push_refuses_an_unreadable_card(head: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (head / "README.md").write_text("---\ntags: [\n---\n# Mine\n")
-    assert "README.md: cannot be read" in refused(capsys, head, "me/head")
-    (head / "README.md").write_text("---\nmodel-index: nothing\ntags: mine\n---\n# Mine\n")  # the hub's own view of it
+def test_push_replaces_invalid_metadata(head: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (head / "README.md").write_text("---\nmodel-index: nothing\ntags: mine\n---\n# Mine\n")
     assert main(["push", str(head), "me/head", "--dry-run"]) == 0
     assert "Tokens/step at T=1" in capsys.readouterr().out
 

@@ -1,1 +1,0 @@
-"""Publishing a head on the hub: `vllm-mtpc push`."""
