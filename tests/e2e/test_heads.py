@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +23,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from tests.support.engine import TWO_RANKS, Engine, Reply, ask, build, run, run_with_plain
+from tests.support.engine import DEMO, TWO_RANKS, Engine, Reply, ask, build, run
 from tests.support.models import make_head
-from tests.support.quantised import quantise
 from tests.support.requests import ALL_DRAFTS
 from vllm_mtpc.checkpoint import load_head
 
@@ -81,28 +80,14 @@ def engine(place: Path, injected: str | None = None, **arguments: Any) -> Engine
     return build(place, "head", [ask(PROMPTS, LENGTH)], injected, spec, **{"max_num_seqs": 1, **arguments})
 
 
-@pytest.fixture(scope="module")
-def on_v1(place: Any) -> Any:
-    """Replies to all cases of every run, or to all nightly ones."""
-
-    @cache
-    def served(is_nightly: bool) -> dict[tuple[str, str], list[Reply]]:
-        return run({case: engine(place(*case), "note drafts") for case in (NIGHTLY if is_nightly else EVERY_RUN)}, "v1")
-
-    return served
-
-
-class Prediction(NamedTuple):
-    """One prompt's answer (longer than was asked for), and the drafts of each step; the last ones are not verified."""
-
-    answer: list[int]
-    drafts: list[list[int]]
-    accepted: int
-
-
 @torch.inference_mode()
-def predict(place: Path, is_capped: bool = True) -> list[Prediction]:
-    """What greedy decoding with the head must do, from transformers' hidden states and lm_head alone."""
+def predict(place: Path, is_capped: bool = True) -> list[tuple[list[int], list[list[int]], int]]:
+    """Greedy decoding with the head, from transformers' hidden states and lm_head alone.
+
+    Returns:
+        For each prompt the answer (longer than was asked for), the drafts of each step (the last ones are not
+        verified), and the number of accepted drafts.
+    """
     # eager: transformers' other attentions leave out the soft cap of attention logits
     target = AutoModelForCausalLM.from_pretrained(place / "target", dtype=torch.float32, attn_implementation="eager")
     _, head = load_head(place / "head", torch.float32)
@@ -122,43 +107,35 @@ def predict(place: Path, is_capped: bool = True) -> list[Prediction]:
                 break
             accepted = int((steps[-1] == text[0, end : end + WINDOW - 1]).long().cumprod(0).sum())
             end, total = end + accepted + 1, total + accepted
-        found.append(Prediction(text[0, len(prompt) :].tolist(), [drafts.tolist() for drafts in steps], total))
+        found.append((text[0, len(prompt) :].tolist(), [drafts.tolist() for drafts in steps], total))
     return found
 
 
-def check(place: Path, reply: Reply) -> list[Prediction]:
-    """Text and the number of accepted drafts are the predicted ones."""
-    wanted = predict(place)
-    assert [answer for (answer,) in reply.tokens] == [one.answer[:LENGTH] for one in wanted]
-    accepted, steps = sum(one.accepted for one in wanted), sum(len(one.drafts) - 1 for one in wanted)
-    assert 0 < accepted < steps * (WINDOW - 1)  # drafts were accepted and rejected
-    assert reply.accepted == accepted
-    return wanted
+def check(place: Path, reply: Reply) -> list[list[list[int]]]:
+    """Text and the number of accepted drafts are the predicted ones; returns the drafts of each prompt's steps."""
+    answers, drafts, accepted = zip(*predict(place), strict=True)
+    assert [answer for (answer,) in reply.tokens] == [answer[:LENGTH] for answer in answers]
+    assert 0 < sum(accepted) < (WINDOW - 1) * sum(len(steps) - 1 for steps in drafts)  # accepted and rejected
+    assert reply.accepted == sum(accepted)
+    return list(drafts)
 
 
-@pytest.mark.parametrize(
-    ("family", "head"), [*EVERY_RUN, *(pytest.param(*case, marks=pytest.mark.slow) for case in NIGHTLY)]
-)
-def test_drafts_and_text_equal_the_head_on_transformers(place: Any, on_v1: Any, family: str, head: str) -> None:
-    (reply,) = on_v1((family, head) in NIGHTLY)[family, head]
-    wanted = check(place(family, head), reply)
-    drafts = [drafts for (drafts,), _ in reply.recorded]
-    assert drafts == [one for made in wanted for one in made.drafts]
-    if head == "shared":  # x_1 and all drafts, every component: one call of the lm_head, however many they are
-        assert all(shapes == [(1, WINDOW, COMPONENTS, 64)] for _, shapes in reply.recorded)
-
-
-def test_lm_head_without_soft_cap_is_found(place: Any) -> None:
-    """The fault the test above has to find: an lm_head without the cap drafts something else."""
-    made = place("gemma2", "shared")
-    assert [one.drafts for one in predict(made, is_capped=False)] != [one.drafts for one in predict(made)]
+@pytest.mark.parametrize("cases", [EVERY_RUN, pytest.param(NIGHTLY, marks=pytest.mark.slow)], ids=["some", "others"])
+def test_drafts_and_text_equal_the_head_on_transformers(place: Any, cases: list[tuple[str, str]]) -> None:
+    for case, (reply,) in run({case: engine(place(*case), "note drafts") for case in cases}, "v1").items():
+        wanted = check(place(*case), reply)
+        assert [drafts for (drafts,), _ in reply.recorded] == [drafts for steps in wanted for drafts in steps], case
+        if case[1] == "shared":  # x_1 and all drafts, every component: one call of the lm_head, however many they are
+            assert all(shapes == [(1, WINDOW, COMPONENTS, 64)] for _, shapes in reply.recorded)
 
 
 def test_capped_and_tied_target_on_v2_accepts_predicted_drafts(place: Any) -> None:
+    """An lm_head without the cap would draft something else."""
     made = place("gemma2", "shared")
     (reply,) = run({"shared": engine(made, "drafts by kernel")}, "v2")["shared"]
-    first = check(made, reply)[0].drafts[:-1]
+    first = check(made, reply)[0][:-1]
     assert [tokens.tolist()[0] for tokens, _ in reply.recorded][: len(first)] == first
+    assert [steps for _, steps, _ in predict(made, is_capped=False)] != [steps for _, steps, _ in predict(made)]
 
 
 @pytest.mark.parametrize("head", [pytest.param("shared", marks=pytest.mark.slow), "low rank"])
@@ -170,13 +147,37 @@ def test_head_on_two_ranks_accepts_predicted_drafts(place: Any, head: str) -> No
     check(place("llama", head), reply)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lm_head", [False, True])
-def test_quantised_target_keeps_its_text(place: Any, lm_head: bool, tmp_path: Path) -> None:
-    """int8 layers with an lm_head left out, and an int8 lm_head, through vLLM's own: the output is the target's."""
-    source = place("qwen2", "shared")
-    quantise(source / "target", tmp_path / "target", lm_head=lm_head)
-    (tmp_path / "head").symlink_to(source / "head")
-    (ours,), (plain,) = run_with_plain(engine(tmp_path, "note drafts"), "v1")
-    assert ours.tokens == plain.tokens
-    assert ours.accepted > 0
+TEXT = b"def read(path):\n    with open(path) as file:\n        return file.read()\n"
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("circuit", "runner", "paths", "options"),
+    [
+        ("btree", "v2", ("kernel",), {}),
+        pytest.param("btree", "v2 on triton", ("kernel",), {}, marks=SLOW),
+        *(pytest.param(name, "v2", ("kernel", "blocks"), {}, marks=SLOW) for name in ("ff", "cp", "hmm", "btree")),
+        # without a distribution of the drafts: every draft is the argmax, at any temperature
+        pytest.param("btree", "v2", ("kernel", "blocks"), {"draft_sample_method": "greedy"}, marks=SLOW, id="greedy"),
+    ],
+)
+def test_kernel_drafts_equal_the_definition(
+    circuit: str, runner: str, paths: tuple[str, ...], options: dict[str, Any]
+) -> None:
+    """With the same noise. Prompts are read in several steps: rows of unfinished prompts are drafted for as well."""
+    call = ask([list(TEXT[:length]) for length in (9, 30, 47)], 16)
+    call.sampling[1:] = [{**call.sampling[0], "temperature": t, "seed": seed} for t, seed in ((0.8, 3), (1.3, 4))]
+    engines = {
+        path: build(DEMO, circuit, [call], f"drafts by {path}", options, max_model_len=160, max_num_batched_tokens=32)
+        for path in ("definition", *paths)
+    }
+    (wanted,), *found = run(engines, runner).values()
+    assert 0.05 < wanted.accepted / wanted.drafted < 0.95  # acceptances and rejections alike
+    for (got,), path in zip(found, paths, strict=True):
+        for (tokens, confidences), (same_tokens, same_confidences) in zip(got.recorded, wanted.recorded, strict=True):
+            assert torch.equal(tokens, same_tokens), path
+            # float32 sums in another order
+            torch.testing.assert_close(confidences, same_confidences, atol=1e-5, rtol=0)
+            assert ((confidences > 0) & (confidences <= 1 + 1e-5)).all()
+        assert got.tokens == wanted.tokens, path
+        assert (got.accepted, got.drafted, got.steps) == (wanted.accepted, wanted.drafted, wanted.steps), path

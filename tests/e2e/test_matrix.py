@@ -1,8 +1,8 @@
-"""Request options, all in one batch of one engine per runner and method: the text is plain vLLM's.
+"""Request options and batches of every kind, by method and runner: the text is plain vLLM's.
 
-Rows are greedy; so sharp (top_k 1, a tiny top_p) that the sampling path must give the greedy token; or drawn with a
-seed, whose text is plain vLLM's as well (`mtpc` alone: PTP picks tokens by numbers of its own). Distributions of
-sampled text are tested in test_distribution.py and test_grammar_distribution.py.
+Options are rows of one batch. A row is greedy; so sharp (top_k 1, a tiny top_p) that the sampling path must give the
+greedy token; or drawn with a seed, whose text is plain vLLM's as well (`mtpc` alone: PTP picks tokens by numbers of its
+own). Batches are greedy, small enough that all ways a batch can look happen; counters show that they did.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.support.engine import DEMO, Call, Reply, build, run_with_plain
-from tests.support.requests import ALL_DRAFTS, EOS, HEADS, ON, SCHEMA, SPEC, same_logprobs
+from tests.support.configs import engine_config
+from tests.support.engine import DEMO, Call, Reply, ask, build, run, run_with_plain
+from tests.support.requests import ALL_DRAFTS, CODE, EOS, HEADS, LENGTHS, ON, SCHEMA, SPEC, prompt, same_logprobs
 
 PROMPT = list(b'def read(path):\n    """Return the text of a file."""\n    with open')
 WORD = [*range(ord("a"), ord("z") + 1), ord(" ")]
@@ -92,18 +94,76 @@ def test_request_is_answered_as_without_drafts(outputs: Any, runner: str, method
         same_logprobs(plain.prompt_logprobs[index], ours.prompt_logprobs[index])
 
 
-@pytest.mark.parametrize(("runner", "method"), COLUMNS)
-def test_every_option_changes_the_text_and_drafts_are_accepted(outputs: Any, runner: str, method: str) -> None:
-    """An option that changes nothing would not be tested by the rows above."""
-    (ours, *_), (plain, *_) = outputs(runner, method)
-    texts = dict(zip(ROWS, (texts[0] for texts in plain.texts), strict=True))
-    same = {"temperature", "top-k", "top-p", "n", "logprobs", "prompt logprobs"}
-    assert {row for row, text in texts.items() if text == texts["temperature"]} == same
-    assert ours.accepted > 20
-
-
 @pytest.mark.feature("ignore_eos, end of text", "exact")
 @pytest.mark.parametrize(("runner", "method"), COLUMNS)
-def test_end_of_text_is_ignored_where_a_request_asks_for_it(outputs: Any, runner: str, method: str) -> None:
-    ours, plain = (replies[1] for replies in outputs(runner, method))
-    assert ours.tokens == plain.tokens == [[[EOS] * 8], [[EOS]]]
+def test_every_option_changes_the_text_and_drafts_are_accepted(outputs: Any, runner: str, method: str) -> None:
+    """An option that changes nothing would not be tested by the rows above. The end of text ends, unless ignored."""
+    ours, plain = outputs(runner, method)
+    texts = dict(zip(ROWS, (texts[0] for texts in plain[0].texts), strict=True))
+    same = {"temperature", "top-k", "top-p", "n", "logprobs", "prompt logprobs"}
+    assert {row for row, text in texts.items() if text == texts["temperature"]} == same
+    assert ours[0].accepted > 20
+    assert ours[1].tokens == plain[1].tokens == [[[EOS] * 8], [[EOS]]]
+
+
+BUDGET, BLOCKS = 40, 10  # tokens per step; KV blocks of 32, too few for eight requests at once
+BATCHES = {
+    "single": ask([prompt(12)], 40),
+    # long enough that requests outgrow the blocks although drafts are accepted
+    "batch of 8, chunked prefill, preemption": ask([prompt(length, at) for at, length in enumerate(LENGTHS)], 64),
+    "prefix-cache hit": ask([prompt(100, 7)], 40),
+    # within a draft's length of the end vLLM's V1 would give every request K zeros
+    "end of context": ask([prompt(100) * 2], 60),
+}
+OPTIONS: dict[str, dict[str, Any]] = {  # of btree
+    "block": {"rejection_sample_method": "block", "verify": "rejection"},  # not on V1
+    "3 drafts": {"num_speculative_tokens": 3},
+    "greedy drafts": {"draft_sample_method": "greedy"},
+    "head in float32": {"head_dtype": "float32"},
+    "head in bfloat16": {"head_dtype": "bfloat16"},
+    "clock jumps": {},  # costs are learnt from a clock
+}
+BATCHED = [pytest.mark.feature(row, "exact") for row in ("prefix caching", "chunked prefill", "eager")]
+BATCHED += [pytest.mark.feature(row, "exact") for row in ("preemption by recompute", "max_model_len reached")]
+ON_V1 = [*BATCHED, ON["mtpc on V1"], pytest.mark.feature("synchronous scheduling", "exact")]
+ON_V2 = [*BATCHED, ON["mtpc on V2"], pytest.mark.feature("asynchronous scheduling", "exact")]
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("runner", "names"),
+    [
+        # in every run a circuit without a latent and one with all instructions; V2, which is interpreted, has one
+        pytest.param("v1", ("ff", "btree", "clock jumps"), marks=ON_V1, id="v1"),
+        pytest.param("v2", ("btree",), marks=ON_V2, id="v2"),
+        pytest.param("v1", ("cp", "hmm", *list(OPTIONS)[1:]), marks=[SLOW, *ON_V1], id="v1, others"),
+        pytest.param("v2", ("ff", "cp", "hmm", *list(OPTIONS)[:3]), marks=[SLOW, *ON_V2], id="v2, others"),
+    ],
+)
+def test_greedy_text_of_every_batch_is_plain_vllms(runner: str, names: tuple[str, ...]) -> None:
+    assert len(CODE) >= 107 and max(LENGTHS) > BUDGET  # prompts are whole, and longer than a step
+    arguments = {"max_model_len": 240, "max_num_batched_tokens": BUDGET, "block_size": 32}
+    arguments |= {"num_gpu_blocks_override": BLOCKS, "enable_prefix_caching": True}
+    calls = list(BATCHES.values())
+    engines = {"plain": build(DEMO, None, calls, **arguments)}
+    for name in names:
+        head, injected = "btree" if name in OPTIONS else name, name if name == "clock jumps" else None
+        engines[name] = build(DEMO, head, calls, injected, OPTIONS.get(name), **arguments)
+    replies = run(engines, runner)
+    for name in names:
+        for batch, plain, ours in zip(BATCHES, replies["plain"], replies[name], strict=True):
+            assert (ours.tokens, ours.finish) == (plain.tokens, plain.finish), (name, batch)
+            passed = np.diff(ours.recorded)
+            assert name != "clock jumps" or all(some.any() for some in (passed > 3000, passed < -3000, passed == 0))
+        assert 0.05 < ours.accepted / ours.drafted < 0.95, name  # accepted and rejected
+        assert ours.metrics["vllm:num_preemptions"] > 0 and ours.metrics["vllm:prefix_cache_hits"] > 0, name
+
+
+@pytest.mark.feature("asynchronous scheduling", "off", "mtpc on V1", why="V1 drafts from token lists on the host")
+def test_v1_is_scheduled_synchronously() -> None:
+    config = engine_config(DEMO / "target", {"method": "mtpc", "model": str(DEMO / "btree")})
+    spec, config.scheduler_config.async_scheduling = config.speculative_config, True
+    spec.num_speculative_tokens_per_batch_size = [(1, 8, 3)]
+    spec.check_engine(config)
+    assert config.scheduler_config.async_scheduling is False
+    assert spec.num_speculative_tokens_per_batch_size is None  # the worker plans by what it observes

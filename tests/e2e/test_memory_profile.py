@@ -1,10 +1,12 @@
-"""Engines that measure how much memory is left for the KV cache, as those without --kv-cache-memory-bytes do on a GPU.
+"""Engines that measure how much memory is left for the KV cache, and heads in a target's folder.
 
-vLLM then makes two caches: one of a block per sequence, in which graphs are captured, and the one that serves.
+Without --kv-cache-memory-bytes, as on a GPU, vLLM makes two caches: one of a block per sequence, in which graphs are
+captured, and the one that serves.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -20,23 +22,25 @@ from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads import build_head
 
-SPEC: dict[str, dict[str, Any]] = {  # by head
-    "linear": {},
+SPEC: dict[str, dict[str, Any]] = {  # by head of Model Runner V2
     "draft layers": {},
     "backbone": {},
     "o-ptp": {"method": "ptp"},
     "o-ptp merged": {"method": "ptp", "draft_pass": "merged", "max_aux_rows": 64},
 }
-HAVE_GRAPHS = SPEC.keys() - {"o-ptp merged"}
+IN_TARGET = {"bundled": "measured_as_on_a_gpu", "broken": None, "does not load": "does_not_load"}
+IN_TARGET["fails to draft"] = "first_draft_fails"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("profile")
     target = make_target(folder / "target", VOCAB, seed=3)
-    make_head(folder / "linear", target, "btree", 4, 2)
-    shutil.copytree(folder / "target", folder / "shipping")
-    shutil.copytree(folder / "linear", folder / "shipping" / "mtpc")
+    for name, head in (("bundled", "mtpc"), ("broken", "mtpc/default")):
+        shutil.copytree(folder / "target", folder / name)
+        make_head(folder / name / head, target, "btree", 4, 2)
+    config = folder / "broken" / "mtpc" / "default" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "hidden_size": 96}))
     layers = random_layers(folder / "target", 1, scale=0.02)
     sizes = {"circuit": "btree", "window": 4, "num_components": 2, "target": target.config, "verifier": "../target"}
     config = HeadConfig.create(**sizes, lora_layers=1)
@@ -47,45 +51,42 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def engine(folder: Path, name: str | None = None) -> Engine:
-    spec = {"num_speculative_tokens_per_batch_size": "off", **SPEC.get(name, {})}
-    head, measured = name and name.removesuffix(" merged"), {"kv_cache_memory_bytes": None}
+def engine(folder: Path, name: str) -> Engine:
+    """With the head `name`, or the one in the target's folder."""
+    measured = {} if name in ("broken", "does not load") else {"kv_cache_memory_bytes": None}
     arguments = {**SMALL, **measured, "gpu_memory_utilization": 0.01}
-    return build(folder, head, [ask(PROMPTS, 6)], "measured_as_on_a_gpu", spec, **arguments)
+    injected = IN_TARGET.get(name, "measured_as_on_a_gpu")
+    if name in SPEC:
+        spec = {"num_speculative_tokens_per_batch_size": "off", **SPEC[name]}
+        return build(folder, name.removesuffix(" merged"), [ask(PROMPTS, 6)], injected, spec, **arguments)
+    made = build(folder, None, [ask(PROMPTS, 6)], injected, **arguments)
+    places = {"plain": "target", "broken": "broken"}
+    return replace(made, model=str(folder / places.get(name, "bundled")))
 
 
-def replies(folder: Path, runner: str, names: list[str]) -> dict[str, Reply]:
-    engines = {"plain": engine(folder), **{name: engine(folder, name) for name in names}}
-    shipping = replace(engines["plain"], model=str(folder / "shipping"))
-    engines |= {"bundled": shipping, "failing": replace(shipping, injected="first_draft_fails")}
-    return {name: reply for name, (reply,) in run(engines, runner, MTPC_AUTO="1").items()}
+@pytest.fixture(scope="module", params=["v1", "v2"])
+def replies(folder: Path, request: pytest.FixtureRequest) -> dict[str, Reply]:
+    names = ["plain", *IN_TARGET, *(SPEC if request.param == "v2" else ())]
+    found = run({name: engine(folder, name) for name in names}, request.param, MTPC_AUTO="1")
+    return {name: reply for name, (reply,) in found.items()}
 
 
-@pytest.fixture(scope="module")
-def on_v2(folder: Path) -> dict[str, Reply]:
-    return replies(folder, "v2", list(SPEC))
+def test_engine_starts_without_a_given_cache_size(replies: dict[str, Reply]) -> None:
+    plain = replies["plain"]
+    assert plain.recorded == [] and "vllm:spec_decode_steps" not in plain.metrics
+    for name in ["bundled", *(replies.keys() & SPEC)]:
+        reply = replies[name]
+        assert reply.tokens == plain.tokens and 0 < reply.metrics["vllm:spec_decode_steps"] <= 6 * len(PROMPTS), name
+        if "backbone" in replies:  # Model Runner V2
+            ((blocks, graphs),) = reply.recorded
+            assert blocks == SMALL["max_num_seqs"] and (graphs > 0) == (name != "o-ptp merged"), name
+    assert replies["bundled"].accepted > 0
 
 
-@pytest.fixture(scope="module")
-def on_v1(folder: Path) -> dict[str, Reply]:
-    return replies(folder, "v1", ["linear"])
-
-
-@pytest.mark.parametrize(("runner", "name"), [("v1", "linear"), *(("v2", name) for name in SPEC)])
-def test_engine_starts_without_a_given_cache_size(runner: str, name: str, request: pytest.FixtureRequest) -> None:
-    found = request.getfixturevalue(f"on_{runner}")
-    assert found[name].tokens == found["plain"].tokens
-    assert found[name].steps > 0
-    if runner == "v2":
-        ((blocks, graphs),) = found[name].recorded
-        assert blocks == SMALL["max_num_seqs"] and (graphs > 0) == (name in HAVE_GRAPHS)
-
-
-@pytest.mark.parametrize("runner", ["v1", "v2"])
-def test_bundled_head_drafts_once_before_the_target_serves(runner: str, request: pytest.FixtureRequest) -> None:
-    """A head whose first draft raises is given up at start: the engine answers, and nothing drafts."""
-    found = request.getfixturevalue(f"on_{runner}")
-    assert found["failing"].tokens == found["bundled"].tokens == found["plain"].tokens
-    assert found["bundled"].accepted > 0
-    assert found["failing"].steps <= (len(PROMPTS) if runner == "v2" else 0)  # one step, planned asynchronously
-    assert found["failing"].recorded.count("drafted") == 1  # one attempt, before the first request
+@pytest.mark.parametrize("fault", list(IN_TARGET)[1:])
+def test_faulty_bundled_head_changes_nothing(replies: dict[str, Reply], fault: str) -> None:
+    """It is given up at start: the engine answers, and nothing drafts."""
+    found, is_v2 = replies[fault], "backbone" in replies
+    assert found.tokens == replies["plain"].tokens
+    assert found.steps <= (len(PROMPTS) if is_v2 and fault != "broken" else 0)  # one step, planned asynchronously
+    assert found.recorded.count("drafted") == (fault == "fails to draft")  # one attempt, before the first request

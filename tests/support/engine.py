@@ -150,29 +150,21 @@ def run_with_plain(
     return found["ours"], found["plain"]
 
 
-def _sampling_params(arguments: dict[str, Any]) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
-
-    structured = arguments.get("structured_outputs")
-    return SamplingParams(
-        **{**arguments, "structured_outputs": StructuredOutputsParams(**structured) if structured else None}
-    )
-
-
 def _answer(engine: Engine) -> list[Reply]:
     from vllm import LLM
 
     undo = inject(engine.injected) if engine.injected else None
     llm = LLM(engine.model, **{**SMALL, **engine.arguments})
-    replies = []
-    texts = []
+    config, replies, texts = llm.llm_engine.vllm_config, [], []
     for call in engine.calls:
-        prompts = [{"prompt_token_ids": prompt} for prompt in call.prompts]
-        if call.is_refused:
-            replies.append(_refused(llm, prompts, call))
+        try:
+            outputs = _generate(llm, call)
+        except Exception as error:
+            if not call.is_refused:
+                raise
+            replies.append(Reply([], [], [], [], {}, error=str(error)))
             continue
-        outputs = _generate(llm, prompts, call)
+        assert not call.is_refused, f"{call.sampling} was not refused"
         metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
         per_position = next((m.values for m in llm.get_metrics() if m.name.endswith("tokens_per_pos")), None)
         replies.append(
@@ -184,7 +176,7 @@ def _answer(engine: Engine) -> list[Reply]:
                 metrics={**metrics, "per_position": per_position},
                 recorded=list(RECORDED),
                 prompt_logprobs=[output.prompt_logprobs for output in outputs],
-                modes=_modes(llm.llm_engine.vllm_config),
+                modes=(config.compilation_config.cudagraph_mode.name, config.scheduler_config.async_scheduling),
             )
         )
         RECORDED.clear()
@@ -196,17 +188,23 @@ def _answer(engine: Engine) -> list[Reply]:
     return replies
 
 
-def _generate(llm: Any, prompts: list[Any], call: Call) -> list[Any]:
+def _generate(llm: Any, call: Call) -> list[Any]:
+    from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
+    from vllm.sampling_params import StructuredOutputsParams
 
-    lora = LoRARequest("adapter", 1, call.lora) if call.lora else None
-    sampling = [_sampling_params(arguments) for arguments in call.sampling]
+    prompts, sampling = [{"prompt_token_ids": prompt} for prompt in call.prompts], []
+    for given in call.sampling:
+        structured = given.get("structured_outputs")
+        structured = StructuredOutputsParams(**structured) if structured else None
+        sampling.append(SamplingParams(**{**given, "structured_outputs": structured}))
     if call.sleep and forks.ON_GPU:
         _sleep(llm, call.sleep)
     if len(call.swap) > 1:
         return _generate_swapping(llm, prompts, sampling, call.swap)
     for head in call.swap:
         RECORDED.extend(llm.collective_rpc("swap_head", args=(head,)))
+    lora = LoRARequest("adapter", 1, call.lora) if call.lora else None
     return llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora)
 
 
@@ -224,10 +222,6 @@ def _generate_swapping(llm: Any, prompts: list[Any], sampling: list[Any], heads:
     return [finished[name] for name in sorted(finished, key=lambda name: int(name.split("-")[1]))]
 
 
-def _modes(config: Any) -> tuple[str, bool]:
-    return config.compilation_config.cudagraph_mode.name, config.scheduler_config.async_scheduling
-
-
 def _sleep(llm: Any, level: int) -> None:
     """At level 2 weights are not kept: they are read from the checkpoint again."""
     llm.sleep(level=level)
@@ -235,14 +229,6 @@ def _sleep(llm: Any, level: int) -> None:
     if level == 2:
         llm.collective_rpc("reload_weights")
     llm.wake_up(tags=["kv_cache"])
-
-
-def _refused(llm: Any, prompts: list[Any], call: Call) -> Reply:
-    try:
-        _generate(llm, prompts, call)
-    except Exception as error:
-        return Reply([], [], [], [], {}, error=str(error))
-    raise AssertionError(f"{call.sampling} was not refused")
 
 
 def answers(engines: dict[str, Engine]) -> dict[str, list[Reply] | str]:

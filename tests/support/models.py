@@ -24,20 +24,10 @@ from vllm_mtpc.hf import load_target
 def make_target(folder: Path, vocab_size: int, seed: int, hidden_size: int = 64, layers: int = 2) -> LlamaForCausalLM:
     """A random Llama with a varied distribution, saved to `folder` in float32."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        initializer_range=0.15,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size, "intermediate_size": 2 * hidden_size}
+    sizes |= {"num_hidden_layers": layers, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+    sizes |= {"max_position_embeddings": 512, "initializer_range": 0.15, "tie_word_embeddings": False}
+    config = LlamaConfig(**sizes, bos_token_id=None, eos_token_id=None)
     model = LlamaForCausalLM(config).eval()
     model.save_pretrained(folder)
     return model
@@ -69,7 +59,6 @@ def make_head(
     window: int,
     components: int,
     steps: int = 60,
-    seed: int = 0,
     is_bad: bool = False,
     token_scale: float = 1.0,
     **options: Any,
@@ -78,22 +67,20 @@ def make_head(
 
     is_bad: it learns the least probable tokens of the target. token_scale: times what the token before adds.
     """
-    config = HeadConfig.create(
-        circuit=circuit, window=window, num_components=components, target=target.config, verifier="../target", **options
-    )
-    torch.manual_seed(seed)
+    given = {"circuit": circuit, "window": window, "num_components": components, **options}
+    config = HeadConfig.create(**given, target=target.config, verifier="../target")
+    torch.manual_seed(0)
     head = build_head(config)
     if head.needs_lm_head:
         target.requires_grad_(False)
         head.bind_lm_head(target.lm_head)
-    tokens = sample_target(target, 64, 24, seed)
+    tokens = sample_target(target, 64, 24, seed=0)
     with torch.no_grad():
         hidden = target.model(tokens).last_hidden_state
         if is_bad:
             tokens = torch.cat([tokens[:, :1], target.lm_head(hidden)[:, :-1].argmin(-1)], dim=1)
     windows = tokens[:, 1:].unfold(1, window, 1)  # [S, T, n]
-    hidden = hidden[:, : windows.shape[1]].flatten(0, 1)
-    windows = windows.flatten(0, 1)
+    hidden, windows = hidden[:, : windows.shape[1]].flatten(0, 1), windows.flatten(0, 1)
     optimiser = torch.optim.Adam(head.parameters(), lr=1e-2)
     for _ in range(steps):
         some = torch.randint(len(windows), (256,))
@@ -125,8 +112,7 @@ def random_lora(target: torch.nn.Module, rank: int, scale_a: float, scale_b: flo
         if name.rpartition(".")[2] in MODULES:
             a, b = (rank, module.in_features), (module.out_features, rank)
             for part, shape, scale in (("A", a, scale_a), ("B", b, scale_b)):
-                values = torch.randn(shape, generator=generator) * scale
-                lora[f"base_model.model.{name}.lora_{part}.weight"] = values
+                lora[f"base_model.model.{name}.lora_{part}.weight"] = torch.randn(shape, generator=generator) * scale
     return lora
 
 
@@ -140,21 +126,12 @@ def make_ptp_head(
     **options: Any,
 ) -> None:
     """A PTP head of random adapters (none of effect with scale 0): its drafts are anything, its passes are real."""
-    config = PtpConfig.create(
-        variant=variant, window=window, target=target.config, verifier="../target", lora_rank=rank, **options
-    )
+    given = {"variant": variant, "window": window, "lora_rank": rank, **options}
+    config = PtpConfig.create(**given, target=target.config, verifier="../target")
     torch.manual_seed(5)
     embedding = build_embedding(config.u_embedding, config.hidden_size, config.u_features, config.u_hidden)
     late = build_late(config.hidden_size, config.late_width)
     if late is not None:  # not as it starts: large enough to turn most drafts into others
         late.outer.weight.data.normal_()
-    save_ptp(
-        folder,
-        config,
-        random_lora(target, rank, 1.0, scale),
-        embedding,
-        {"command": "tests"},
-        "made by a test",
-        torch.float32,
-        late,
-    )
+    lora = random_lora(target, rank, 1.0, scale)
+    save_ptp(folder, config, lora, embedding, {"command": "tests"}, "made by a test", torch.float32, late)

@@ -1,4 +1,4 @@
-"""Peers made on the spot: a target with an MTP layer, and an EAGLE layer for the demo target."""
+"""A target with an MTP layer, made on the spot."""
 
 from __future__ import annotations
 
@@ -7,12 +7,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
-from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaModel, Qwen2Config, Qwen2ForCausalLM
-
-from vllm_mtpc import demo
-from vllm_mtpc.hf import load_target
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 
 def make_mimo(folder: Path) -> None:
@@ -37,36 +32,3 @@ def change(folder: Path, **more: object) -> None:
     """More of a config.json."""
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **more}))
-
-
-def train_eagle(folder: Path, steps: int = 150) -> None:
-    """An EAGLE layer for the demo target, trained on library text: from h_t and x_(t + 1) to h_(t + 1), and x_(t + 2).
-
-    vLLM's: no norm before or after the layer, the target's embedding and lm_head.
-    """
-    target = load_target(demo.path("target"), torch.float32)
-    texts = [text[:129] for text in demo.held_out(demo.texts()) if len(text) > 128]
-    tokens = torch.tensor([list(text) for text in texts])
-    with torch.inference_mode():
-        hidden = target.hidden(tokens)
-    tokens, hidden = tokens.clone(), hidden.clone()
-    config = LlamaConfig(**{**target.config.to_dict(), "num_hidden_layers": 1})
-    torch.manual_seed(0)
-    size, body = config.hidden_size, LlamaModel(config)
-    body.norm = body.layers[0].input_layernorm = nn.Identity()
-    fc = nn.Linear(2 * size, size, bias=False)
-    optimizer = torch.optim.Adam([*fc.parameters(), *body.layers.parameters()], 2e-3)
-    embed, lm_head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
-    for _ in range(steps):
-        some = torch.randint(len(tokens), (8,))
-        given = torch.cat([embed(tokens[some, 1:-1]), hidden[some, :-2]], -1)
-        out = body(inputs_embeds=fc(given)).last_hidden_state
-        loss = F.cross_entropy(lm_head(out).flatten(0, 1), tokens[some, 2:].flatten())
-        loss = loss + F.smooth_l1_loss(out, hidden[some, 1:-1])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(folder)
-    layer = {f"layers.0.{name}": value for name, value in body.layers[0].state_dict().items()}
-    save_file({"fc.weight": fc.weight.data, **layer}, folder / "model.safetensors", {"format": "pt"})

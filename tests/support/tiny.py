@@ -94,20 +94,10 @@ def llama_target(
     """A random two-layer Llama in float32 without a tokenizer; with a sliding window, a Mistral."""
     torch.manual_seed(seed)
     make, build = (MistralConfig, MistralForCausalLM) if sliding_window else (LlamaConfig, LlamaForCausalLM)
-    more = {"sliding_window": sliding_window} if sliding_window else {}
-    config = make(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=256,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=eos,
-        **more,
-    )
+    sizes = {"vocab_size": vocab_size, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
+    sizes |= {"sliding_window": sliding_window} if sliding_window else {}
+    config = make(**sizes, initializer_range=0.3, bos_token_id=None, eos_token_id=eos)
     model = build(config).eval().requires_grad_(False)
     return Target("tiny", model, None, model.base_model, model.get_output_embeddings(), "torch")
 
