@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -42,12 +40,9 @@ def test_corpus_is_the_same_on_every_call_and_keeps_held_out_files_apart(tmp_pat
 
 
 def test_byte_target_learns_and_repeats(text: corpus.Corpus) -> None:
-    def train(steps: int, long_steps: int) -> torch.nn.Module:
-        return byte_target.train(text, steps, long_steps, byte_target.target_config(layers=1, intermediate_size=64))
-
-    before = byte_target.bits_per_byte(train(1, 0), text.valid)
-    first, second = train(30, 5), train(30, 5)
-    assert byte_target.bits_per_byte(first, text.valid) < before - 1
+    config = byte_target.target_config(layers=1, intermediate_size=64)
+    before, first, second = (byte_target.train(text, *steps, config) for steps in ((1, 0), (30, 5), (30, 5)))
+    assert byte_target.bits_per_byte(first, text.valid) < byte_target.bits_per_byte(before, text.valid) - 1
     assert all(torch.equal(*pair) for pair in zip(first.parameters(), second.parameters(), strict=True))
 
 
@@ -60,15 +55,3 @@ def test_subword_target_of_every_family_is_trained_and_read(text: corpus.Corpus,
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["model_type"] == subword_target.FAMILIES[family] and config["vocab_size"] == VOCAB
     assert byte_target.load(tmp_path)(input_ids=subwords.train.tokens[None, :8].long()).logits.isfinite().all()
-
-
-@pytest.mark.slow
-def test_subword_example_trains_and_serves(root: Path) -> None:
-    """From text to a table of served heads; the steps are too few for its figures to mean anything."""
-    out = root / "build" / "subword-quick"
-    shutil.rmtree(out, ignore_errors=True)
-    subprocess.run([root / "scripts" / "subword_demo.sh", "--quick"], check=True, timeout=1500)
-    result = json.loads((out / "serve.json").read_text())
-    names = {row["decoding"].replace(",", " ").split()[0] for row in result["rows"]}
-    assert names == {"plain", "ff", "btree"} and not result["not_run"]
-    assert all(row["identical"][0] == row["identical"][1] for row in result["rows"] if row["identical"])

@@ -9,35 +9,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import draft, kernels, long_context, sweep, synthetic, timing, training
+from benchmarks import kernels, sweep, synthetic, timing, training
 from tests.support.configs import engine_config
 from tests.support.engine import Engine, ask, run
 from tests.support.models import make_target
-from vllm_mtpc import demo
 from vllm_mtpc.errors import MtpcError, UsageError
 from vllm_mtpc.files import read_yaml
 from vllm_mtpc.train.options import parse
 
-TARGET = str(demo.path("target"))
 RATES = [0.75, 0.5, 0.125]
 TINY = training.Shape("tiny", vocab_size=23, hidden_size=16, window=4, components=2, windows=24, chunk=8)
-
-
-PLAN = """
-title: PTP next to a circuit
-common: {{target: {target}, data: [{data}], window: 3, max_steps: 2, windows_per_step: 16, seq_len: 32, device: cpu,
-         evaluation_sequences: 4, evaluation_prompt_tokens: 4, evaluation_tokens: 10}}
-runs:
-  circuit: {{circuit: ff}}
-  ptp: {{head: ptp, lora_rank: 2}}
-"""
 
 
 def test_sweep_trains_every_run_once(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     make_target(tmp_path / "target", 16, seed=1, hidden_size=32)
     lines = [{"prompt_ids": [1, 2], "response_ids": [(3 * i + k) % 16 for k in range(60)]} for i in range(8)]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "plan.yaml").write_text(PLAN.format(target=tmp_path / "target", data=tmp_path / "d.jsonl"))
+    common = {"target": str(tmp_path / "target"), "data": [str(tmp_path / "d.jsonl")], "window": 3, "device": "cpu"}
+    common |= {"max_steps": 2, "windows_per_step": 16, "seq_len": 32, "evaluation_sequences": 4}
+    common |= {"evaluation_prompt_tokens": 4, "evaluation_tokens": 10}
+    runs = {"circuit": {"circuit": "ff"}, "ptp": {"head": "ptp", "lora_rank": 2}}
+    (tmp_path / "plan.yaml").write_text(json.dumps({"title": "PTP next to a circuit", "common": common, "runs": runs}))
     words = [str(tmp_path / "plan.yaml"), "--runs", str(tmp_path / "runs"), "--json", str(tmp_path / "table.json")]
     assert sweep.main(words) == 0
     rows = json.loads((tmp_path / "table.json").read_text())["rows"]
@@ -61,16 +53,6 @@ def test_training_in_chunks_gives_the_numbers_of_one_piece(changes: dict) -> Non
         training.check_agreement(shape.name, [rows[0], wrong])
 
 
-def test_draft_benchmark_divides_by_the_step_of_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(timing.COPIED, "cpu", 1 << 16)
-    curves, out = tmp_path / "curves.json", tmp_path / "d.json"
-    curves.write_text(json.dumps({"step_ms": [[2, 16, 10.0], [4, 32, None]]}))
-    words = ["--head", str(demo.path("ff")), "--batch", "2", "4", "--curves", str(curves), "--repeats", "3"]
-    assert draft.main([*words, "--json", str(out)]) == 0
-    two, four = json.loads(out.read_text())["rows"]
-    assert two["share"] == pytest.approx(two["draft_ms"][0] / 10, abs=1e-4) and four["share"] is None
-
-
 def test_kernel_that_differs_from_its_definition_ends_the_benchmark(root: Path, monkeypatch, capsys) -> None:
     assert {file.parent.name for file in (root / "kernels").glob("*/kernel.py")} == set(kernels.OPERATIONS)
     monkeypatch.setitem(timing.COPIED, "cpu", 1 << 16)
@@ -80,37 +62,21 @@ def test_kernel_that_differs_from_its_definition_ends_the_benchmark(root: Path, 
     assert "the kernel differs from its definition" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_long_context_benchmark_runs_past_the_trained_positions(tmp_path: Path, capsys) -> None:
-    words = ["--positions", "40", "1100", "--texts", "1", "--heads", str(demo.path("btree")), "--temperatures", "0"]
-    assert long_context.main([*words, "--json", str(tmp_path / "found.json")]) == 0
-    assert "| 1100 | 0.0 | btree |" in capsys.readouterr().out
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("synthetic")
-    words = ["--shape", "2x64", "--window", "4", "--components", "3", "--max-model-len", "256"]
-    assert synthetic.main([*words, "--acceptance", *map(str, RATES), "--out", str(folder)]) == 0
-    return folder
-
-
-def test_synthetic_target_is_marked_in_every_file(made: Path) -> None:
-    assert [folder.name for folder in sorted(made.iterdir())] == ["SYNTHETIC-head", "SYNTHETIC-target"]
-    for file in ("SYNTHETIC-head/README.md", "SYNTHETIC-target/README.md", "SYNTHETIC-target/config.json"):
-        assert "SYNTHETIC" in (made / file).read_text()
-    given = synthetic.arguments(made, RATES)
-    with pytest.raises(MtpcError, match="'synthetic' on Model Runner V1 on a CPU"):
-        engine_config(Path(given["model"]), given["speculative_config"], load_format="dummy")
-
-
-@pytest.mark.slow
-def test_synthetic_target_accepts_drafts_as_prescribed(made: Path) -> None:
+@pytest.mark.parametrize("runner", ["v1", pytest.param("v2", marks=pytest.mark.slow)])
+def test_synthetic_target_is_marked_and_accepts_drafts_as_prescribed(runner: str, tmp_path: Path) -> None:
     """On Model Runner V2: vLLM's CPU kernels of V1 have no prescribed acceptance."""
-    given = synthetic.arguments(made, RATES)
+    words = ["--shape", "2x64", "--window", "4", "--components", "3", "--max-model-len", "256"]
+    assert synthetic.main([*words, "--acceptance", *map(str, RATES), "--out", str(tmp_path)]) == 0
+    for file in ("SYNTHETIC-head/README.md", "SYNTHETIC-target/README.md", "SYNTHETIC-target/config.json"):
+        assert "SYNTHETIC" in (tmp_path / file).read_text()
+    given = synthetic.arguments(tmp_path, RATES)
+    if runner == "v1":
+        with pytest.raises(MtpcError, match="'synthetic' on Model Runner V1 on a CPU"):
+            engine_config(Path(given["model"]), given["speculative_config"], load_format="dummy")
+        return
     prompts = [[1, 2, 3 + index] for index in range(8)]
     engine = Engine(given.pop("model"), [ask(prompts, 60, temperature=1.0)], {**given, "max_model_len": 128})
-    (reply,) = run({"synthetic": engine}, "v2")["synthetic"]
+    (reply,) = run({"synthetic": engine}, runner)["synthetic"]
     assert reply.steps > 150
     for rate, count in zip(RATES, reply.metrics["per_position"], strict=True):
         # 4 standard deviations of a share of so many steps: 0.12 to 0.16

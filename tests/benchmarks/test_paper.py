@@ -17,31 +17,19 @@ from vllm_mtpc.heads.linear import LinearHead
 ROWS = [{"n": 8, "tokens_per_step": 2.34567, "first": [1]}, {"n": 16}]
 
 
-@pytest.fixture
-def table(monkeypatch: pytest.MonkeyPatch) -> frame.Table:
-    """One table in the place of all."""
+def test_table_of_a_result_file_is_in_the_document(tmp_path, monkeypatch):
     columns = {"n": "n", "tokens_per_step": "tokens/step"}
-    made = frame.Table("a title", columns, lambda quick: ROWS, "Smaller here.", "It says so.")
-    monkeypatch.setattr(command, "TABLES", {"ptp-table-8": made})
-    return made
-
-
-def test_table_of_a_result_file_is_in_the_document(table, tmp_path, monkeypatch):
+    table = frame.Table("a title", columns, lambda quick: ROWS, "Smaller here.", "It says so.")
+    monkeypatch.setattr(command, "TABLES", {"ptp-table-8": table})
     assert command.main(["ptp-table-8", "--quick", "--out", str(tmp_path)]) == 0
     kept = json.loads((tmp_path / "paper-ptp-table-8.json").read_text())
-    assert kept["rows"] == ROWS
-    assert kept["title"] == "a title"
+    assert kept["rows"] == ROWS and kept["title"] == "a title"
     monkeypatch.setattr(frame, "result", lambda name: tmp_path / f"paper-{name}.json")
     shown = frame.section("ptp-table-8", table)
-    assert "### PTP, table 8: a title" in shown
-    assert "2.346" in shown
-    assert "The paper:" in shown
-    assert shown.endswith("It says so.")
-    text = frame.document(
-        {"ptp-table-8": table}, (provenance.ROOT / "benchmarks" / "PAPERS.md").read_text(encoding="utf-8")
-    )
-    assert shown in text
-    assert frame.document({"ptp-table-8": table}, text) == text  # made again, it is the same
+    assert all(part in shown for part in ("### PTP, table 8: a title", "2.346", "The paper:", "It says so."))
+    before = (provenance.ROOT / "benchmarks" / "PAPERS.md").read_text(encoding="utf-8")
+    text = frame.document(command.TABLES, before)
+    assert shown in text and frame.document(command.TABLES, text) == text  # made again, it is the same
 
 
 def test_published_numbers_fit_their_tables():

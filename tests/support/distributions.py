@@ -49,8 +49,7 @@ def draws_of(reply: Reply) -> list[list[int]]:
 def draws_by_kind(reply: Reply, kinds: int, at_once: int = AT_ONCE) -> list[list[list[int]]]:
     """Answers of a call by kind of request, in the order in which `asking` was given the kinds."""
     draws = draws_of(reply)
-    turns = [draws[start : start + at_once] for start in range(0, len(draws), at_once)]
-    return [list(itertools.chain(*turns[kind::kinds])) for kind in range(kinds)]
+    return [[text for at, text in enumerate(draws) if at // at_once % kinds == kind] for kind in range(kinds)]
 
 
 @dataclass(frozen=True)
@@ -101,16 +100,8 @@ SETTINGS = {
 MIXED = tuple(SETTINGS)  # 13 kinds of request
 SETTINGS["T=0.7, top-p 0.9"] = Setting(temperature=0.7, top_p=0.9)
 # the rows of benchmarks/FEATURES.md that the settings' distributions speak for
-FEATURES = (
-    "temperature",
-    "top_k",
-    "top_p",
-    *(f"{name} penalty" for name in ("presence", "frequency", "repetition")),
-    "bad_words",
-    "allowed_token_ids",
-    "min_tokens",
-    "stop_token_ids",
-)
+FEATURES = ("temperature", "top_k", "top_p", "presence penalty", "frequency penalty", "repetition penalty")
+FEATURES += ("bad_words", "allowed_token_ids", "min_tokens", "stop_token_ids")
 
 
 @torch.no_grad()
@@ -187,3 +178,10 @@ def noise_floor(distribution: np.ndarray, count: int) -> float:
     counts = np.random.default_rng(0).multinomial(count, distribution, size=200)
     distances = np.abs(counts / count - distribution).sum(axis=1) / 2
     return float(distances.mean() + SIGMAS * distances.std())
+
+
+def is_distributed(draws: Sequence[Sequence[int]], distribution: np.ndarray, vocab_size: int) -> bool:
+    """Whether draws are as close to `distribution` as exact draws are."""
+    distance, floor = total_variation(draws, distribution, vocab_size), noise_floor(distribution, len(draws))
+    print(f"{len(draws)} draws, TV {distance:.5f}, allowed {floor:.5f}")
+    return distance < floor
