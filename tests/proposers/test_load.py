@@ -1,13 +1,27 @@
-"""The head in a worker: the modules of vLLM's model that it shares, and the dtype and shape of its weights."""
+"""Modules and weights in a worker: shared with the target, copies of compiled ones, and what a sleep loses.
+
+vLLM's sleep of level 2 saves the buffers of the speculator's model only. Here every tensor that loading a speculator
+allocated is zeroed, then those buffers are copied back as `Worker.wake_up` does.
+"""
 
 from __future__ import annotations
 
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from tests.support import forks
+from tests.support.configs import engine_config, write_head
+from tests.support.models import make_ptp_head, make_target
 from vllm_mtpc.checkpoint import load_head, save_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads import build_head, linear
@@ -16,8 +30,41 @@ from vllm_mtpc.proposers.heads.load import load_served_head
 
 V, D = 7, 8
 CPU = torch.device("cpu")
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+CUDA = {f"is_{name}": lambda: False for name in ("rocm", "cpu", "tpu", "xpu", "out_of_tree")}
 FIRST = torch.tensor([6, 0, 3])
+HEADS: dict[str, dict[str, Any]] = {
+    "linear": {"method": "mtpc"},
+    "shared": {"method": "mtpc"},
+    "draft layers": {"method": "mtpc"},
+    "o-ptp": {"method": "ptp", "draft_pass": "two-pass"},
+    "late": {"method": "ptp", "draft_pass": "merged"},
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("load")
+    target = make_target(folder / "target", vocab_size=32, seed=0)
+    sizes = target.config.to_dict()
+    torch.manual_seed(2)
+    write_head(folder / "linear", sizes)
+    write_head(folder / "shared", sizes, head="shared")
+    write_head(folder / "draft layers", sizes, circuit="cp", window=3, num_components=2, lora_layers=1)
+    make_ptp_head(folder / "o-ptp", target, "o-ptp", 4)
+    make_ptp_head(folder / "late", target, "late", 4, late_width=3)
+    return folder
+
+
+@contextmanager
+def worker_target(config: Any) -> Iterator[nn.Module]:
+    """In a fork: vLLM's model of this configuration."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
+
+    with set_current_vllm_config(config):
+        init_worker_distributed_environment(config, 0, "tcp://127.0.0.1:0", 0, "gloo")
+        yield initialize_model(config)
 
 
 class FakeTarget(nn.Module):
@@ -46,7 +93,7 @@ def save(folder: Path, head: str) -> Path:
 @pytest.mark.parametrize("head_dtype", [torch.float32, torch.bfloat16])
 def test_a_head_that_needs_one_reads_the_targets_lm_head(tmp_path: Path, target_dtype, head_dtype) -> None:
     target = FakeTarget(target_dtype)
-    head = load_served_head(str(save(tmp_path, "shared")), head_dtype, torch.device("cpu"), target, target_dtype)
+    head = load_served_head(str(save(tmp_path, "shared")), head_dtype, CPU, target, target_dtype)
     hidden = torch.randn(3, D).to(head_dtype)
     leaf = head(hidden, 3).leaf
     assert leaf.shape == (3, 3, 2, V) and leaf.dtype == torch.float32
@@ -75,7 +122,7 @@ def test_the_head_has_the_dtype_that_is_asked_for(tmp_path: Path, head_dtype: st
     torch.testing.assert_close(params.evidence, same.evidence, rtol=0, atol=1e-3)
 
 
-@DTYPES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rank, rows", [(0, 2), (2, 2), (3, 1)])
 def test_large_unembeddings_are_divided_over_ranks(tmp_path: Path, monkeypatch, dtype, rank: int, rows: int) -> None:
     seen: list[torch.Tensor] = []
@@ -94,3 +141,92 @@ def test_large_unembeddings_are_divided_over_ranks(tmp_path: Path, monkeypatch, 
     monkeypatch.setitem(linear.SHARD_BYTES, "cpu", bytes_needed + 1)
     served(folder, dtype, num_drafts=2).draft_params(torch.randn(3, D), FIRST, 2)
     assert len(seen) == 1, "small ones are replicated"
+
+
+def methods(place: Path) -> dict[str, Any]:
+    """In a fork: the methods that CustomOps of the target and of a student for CUDA run, by class; priorities."""
+    from vllm.model_executor import custom_op
+
+    with mock.patch.dict(sys.modules, {"vllm._C_stable_libtorch": ModuleType("of a build for CUDA")}):
+        from vllm.platforms.cuda import CudaPlatformBase
+
+    from vllm_mtpc.checkpoint.ptp_head import load_ptp
+    from vllm_mtpc.proposers.v2 import shared_modules
+    from vllm_mtpc.proposers.v2.lora import Gate
+    from vllm_mtpc.proposers.v2.ptp.tree import Writes, build_student
+
+    compiled = {"mode": 3, "backend": "inductor", "custom_ops": ["none"]}
+    config = engine_config(place / "target", None, compilation_config=compiled)
+    with worker_target(config) as target:
+        lora = load_ptp(place / "o-ptp", torch.float32, CPU).lora
+        with mock.patch.object(custom_op, "current_platform", SimpleNamespace(**CUDA)):
+            student = build_student(target, lora, 1.0, Gate(), Writes())
+    found = {"target": _methods(target), "student": _methods(student)}
+    pairs = zip(_ops(target.model), _ops(student.model), strict=True)
+    found["shared"] = all(ours._parameters is theirs._parameters for theirs, ours in pairs)
+    found["own"] = all(ours._forward_method.__self__ is ours for ours in _ops(student.model))
+    priority = config.kernel_config.ir_op_priority
+    priority.rms_norm, priority.fused_add_rms_norm = ["mine", "native"], ["native"]
+    with mock.patch.object(shared_modules, "current_platform", CudaPlatformBase):
+        found["priorities"] = vars(shared_modules.eager_priorities(config))
+    found["mode"] = config.compilation_config.mode.name
+    return found
+
+
+def _ops(module: torch.nn.Module) -> list[Any]:
+    from vllm.model_executor.custom_op import CustomOp
+
+    kinds = ("RMSNorm", "SiluAndMul", "Llama3RotaryEmbedding", "RotaryEmbedding")
+    # layers of the target share one rotary embedding
+    every = [part for _, part in module.named_modules(remove_duplicate=False)]
+    return [part for part in every if isinstance(part, CustomOp) and type(part).__name__ in kinds]
+
+
+def _methods(module: torch.nn.Module) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for part in _ops(module):
+        found.setdefault(type(part).__name__, set()).add(part._forward_method.__name__)
+    return found
+
+
+def test_copies_of_compiled_modules_run_kernels(place: Path) -> None:
+    found = forks.call("v2", "tests.proposers.test_load:methods", place)
+    for whose, method in (("target", "forward_native"), ("student", "forward_cuda")):
+        assert found[whose] == {kind: {method} for kind in ("RMSNorm", "SiluAndMul", "RotaryEmbedding")}, whose
+    assert found["shared"] and found["own"]
+    assert found["mode"] != "NONE"  # the target's own config is left as it is
+    assert found["priorities"]["rms_norm"] == ["mine", "vllm_c", "native"]
+    assert found["priorities"]["fused_add_rms_norm"] == ["vllm_c", "native"]
+
+
+def lost(place: Path, name: str) -> tuple[int, list[int]]:
+    """In a fork: the number of storages that loading the head allocated, and sizes of those that a sleep changes."""
+    from vllm_mtpc.proposers.v2.model_runner_v2 import speculator_class
+
+    config = engine_config(place / "target", {"model": str(place / name), **HEADS[name]}, enforce_eager=True)
+    with worker_target(config) as target:
+        made = speculator_class(config.speculative_config)(config, CPU)
+        before = _tensors()
+        made.load_model(target)
+    left = {key: part for key, part in _tensors().items() if key not in before}
+    saved = {name: part.clone() for name, part in made.model.named_buffers()}
+    were = {key: part.clone() for key, part in left.items()}
+    for part in left.values():
+        part.zero_()
+    for name, part in made.model.named_buffers():
+        part.data.copy_(saved[name])
+    return len(left), [part.numel() for key, part in left.items() if not torch.equal(part, were[key])]
+
+
+def _tensors() -> dict[int, Tensor]:
+    """The bytes of every storage that a tensor has."""
+    gc.collect()
+    parts = [part for part in gc.get_objects() if isinstance(part, Tensor) and part.device == CPU and part.numel()]
+    storages = {part.untyped_storage().data_ptr(): part.untyped_storage() for part in parts}
+    return {key: torch.empty(0, dtype=torch.uint8).set_(storage) for key, storage in storages.items()}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_head_is_kept_after_sleep(place: Path, name: str) -> None:
+    count, changed = forks.call("v2", "tests.proposers.test_load:lost", place, name)
+    assert count > 3 and changed == []

@@ -217,8 +217,7 @@ def test_a_configuration_names_our_classes(monkeypatch: pytest.MonkeyPatch) -> N
     given = {"method": "mtpc", "model": str(demo.path("btree"))}
     made = engine_config(demo.path("target"), given)
     sent = pickle.loads(pickle.dumps(made))
-    assert issubclass(resolve_obj_by_qualname(sent.parallel_config.worker_cls), CPUWorker)
-    assert issubclass(resolve_obj_by_qualname(sent.parallel_config.worker_cls), worker.HeadWorker)
+    assert {CPUWorker, worker.HeadWorker} < set(resolve_obj_by_qualname(sent.parallel_config.worker_cls).__mro__)
     warned: list[str] = []
     monkeypatch.setattr("vllm.config.scheduler.logger.warning_once", lambda *args: warned.append(args[0]))
     for is_async, base in ((False, Scheduler), (True, AsyncScheduler)):
@@ -229,10 +228,9 @@ def test_a_configuration_names_our_classes(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 # What plugin.register() imports: the rest of the package is for those who serve a head.
-REGISTERED = ("", ".plugin", ".proposers", ".proposers.patches", ".proposers.config", ".models")
+REGISTERED = ("", ".plugin", ".proposers", ".proposers.patches", ".proposers.config", ".models", ".models.registration")
 REGISTERED += tuple(f".proposers.patches.{name}" for name in ("engine_args", "patch", "vllm_patches"))
 REGISTERED += tuple(f".proposers.config.{name}" for name in ("switches", "versions"))
-REGISTERED += (".models.registration",)
 
 
 def test_who_serves_no_head_needs_nothing_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,8 +238,6 @@ def test_who_serves_no_head_needs_nothing_of_ours(monkeypatch: pytest.MonkeyPatc
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm_mtpc"]:
         if name.removeprefix("vllm_mtpc") not in REGISTERED:
             monkeypatch.setitem(sys.modules, name, None)  # importing it raises
-    for broken in ("worker", "scheduler"):
-        monkeypatch.setitem(sys.modules, f"vllm_mtpc.proposers.patches.{broken}", None)
     with pytest.raises(ImportError):
         engine_config(demo.path("target"), {"method": "mtpc", "model": str(demo.path("btree"))})
     for asked in (None, {"method": "ngram", "num_speculative_tokens": 2}):
@@ -280,12 +276,6 @@ def test_only_config_and_the_mend_are_replaced_without_a_head() -> None:
     """In the classes that run at every step nothing is."""
     for made in (GPUModelRunner, runner_v2.__mro__[1], Worker, Scheduler, AsyncScheduler):
         assert not [name for name, value in vars(made).items() if getattr(value, "__module__", "").startswith("vllm_m")]
-    assert len(PATCHES) <= 11
-    assert {one.module for one in vllm_patches.EVERY_PROCESS} == {
-        "vllm.engine.arg_utils",
-        "vllm.config.vllm",
-        "vllm.v1.sample.rejection_sampler",
-    }
 
 
 def test_the_page_lists_every_replaced_attribute(root: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tests.support.models import random_layers
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
@@ -15,12 +16,14 @@ from vllm_mtpc.heads import build_head
 
 
 def write_head(folder: Path, target: dict[str, Any], **settings: Any) -> None:
+    """A random head for the target next to its folder, with random draft layers where `lora_layers` is set."""
     given = {"circuit": "btree", "window": 5, "num_components": 3, "target": target, "verifier": "../target"}
     config = HeadConfig.create(**given | settings)
     head = build_head(config)
     if head.token_target is not None:  # 0 before training
         torch.nn.init.normal_(head.token_target, std=5.0)
-    save_head(folder, config, head, {"command": "tests"}, "made by a test", torch.float32)
+    layers = random_layers(folder.parent / "target", config.lora_layers) if config.lora_layers else None
+    save_head(folder, config, head, {"command": "tests"}, "made by a test", torch.float32, layers)
 
 
 def engine_config(model: Path, speculative_config: dict[str, Any] | None, **arguments: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 from tests.support import recorders
-from tests.support.recorders import MERGED, PROPOSER, PTP, RECORDED, SPECULATOR, V1, V2, VERIFICATION, Patches
+from tests.support.recorders import MERGED, PROPOSER, PTP, RECORDED, SPECULATOR, V1, V2, VERIFICATION, Patches, wrapping
 
 V1_REJECTION = "vllm.v1.sample.rejection_sampler.rejection_sample"
 V2_REJECTION = "vllm.v1.worker.gpu.spec_decode.rejection_sampler.rejection_sample"
@@ -58,41 +58,33 @@ def _raises(message: str, note: str = "") -> Callable[[Any], Any]:
 # Verification
 
 
-def _drop_recovered_v1(original: Any) -> Any:
-    def rejection_sample(draft_token_ids: Any, num_draft_tokens: list[int], *args: Any, **kwargs: Any) -> Any:
-        output = original(draft_token_ids, num_draft_tokens, *args, **kwargs)
-        for row, drafted in zip(output, num_draft_tokens, strict=True):
-            emitted = int((row >= 0).sum())
-            if 1 < emitted <= drafted:
-                row[emitted - 1] = -1
-        return output
-
-    return rejection_sample
+@wrapping
+def _drop_recovered_v1(original: Any, drafts: Any, num_drafts: list[int], *args: Any, **kwargs: Any) -> Any:
+    output = original(drafts, num_drafts, *args, **kwargs)
+    for row, drafted in zip(output, num_drafts, strict=True):
+        emitted = int((row >= 0).sum())
+        if 1 < emitted <= drafted:
+            row[emitted - 1] = -1
+    return output
 
 
-def _drop_recovered_v2(original: Any) -> Any:
-    def rejection_sample(logits: Any, draft_logits: Any, drafts: Any, ends: Any, *args: Any, **kwargs: Any) -> Any:
-        sampled, counts = original(logits, draft_logits, drafts, ends, *args, **kwargs)
-        return sampled, counts - ((counts > 1) & (counts <= ends.diff() - 1)).to(counts.dtype)
-
-    return rejection_sample
+@wrapping
+def _drop_recovered_v2(original: Any, logits: Any, q: Any, drafts: Any, ends: Any, *args: Any, **more: Any) -> Any:
+    sampled, counts = original(logits, q, drafts, ends, *args, **more)
+    return sampled, counts - ((counts > 1) & (counts <= ends.diff() - 1)).to(counts.dtype)
 
 
-def _uniform_in_q_v1(original: Any) -> Any:
-    def rejection_sample(drafts: Any, num_drafts: Any, width: Any, ends: Any, q: Any, *args: Any, **more: Any) -> Any:
-        return original(drafts, num_drafts, width, ends, (1 - UNIFORM) * q + UNIFORM / q.shape[-1], *args, **more)
+@wrapping
+def _uniform_in_q_v1(original: Any, *args: Any, **more: Any) -> Any:
+    q = (1 - UNIFORM) * args[4] + UNIFORM / args[4].shape[-1]
+    return original(*args[:4], q, *args[5:], **more)
 
-    return rejection_sample
 
-
-def _uniform_in_q_v2(original: Any) -> Any:
+@wrapping
+def _uniform_in_q_v2(original: Any, logits: Any, draft_logits: Any, *args: Any, **more: Any) -> Any:
     """For requests at temperature 1."""
-
-    def rejection_sample(logits: Any, draft_logits: Any, *args: Any, **more: Any) -> Any:
-        mixed = (1 - UNIFORM) * draft_logits.float().softmax(-1) + UNIFORM / draft_logits.shape[-1]
-        return original(logits, mixed.log(), *args, **more)
-
-    return rejection_sample
+    mixed = (1 - UNIFORM) * draft_logits.float().softmax(-1) + UNIFORM / draft_logits.shape[-1]
+    return original(logits, mixed.log(), *args, **more)
 
 
 def _other_noise(of_first_row: bool = False, **replaced: Any) -> Callable[[], Patches]:
@@ -104,24 +96,18 @@ def _other_noise(of_first_row: bool = False, **replaced: Any) -> Callable[[], Pa
     def patches() -> Patches:
         first_rows: list[Any] = []
 
-        def verify(original: Any) -> Any:
-            def _verify(self: Any, logits: Any, q: Any, drafts: Any, pos: Any, begins: Any, *args: Any) -> Any:
-                first_rows[:] = [pos[begins[:-1].long()].repeat_interleave(begins.diff(), output_size=len(pos))]
-                return original(self, logits, q, drafts, pos, begins, *args)
+        @wrapping
+        def verify(original: Any, self: Any, *args: Any) -> Any:
+            pos, begins = args[3:5]  # after logits, draft logits and drafts
+            first_rows[:] = [pos[begins[:-1].long()].repeat_interleave(begins.diff(), output_size=len(pos))]
+            return original(self, *args)
 
-            return _verify
+        @wrapping
+        def sample(original: Any, logits: Any, slots: Any, t: Any, seeds: Any, pos: Any, **given: Any) -> Any:
+            at = first_rows[0] if of_first_row else pos
+            return original(logits, slots, t, seeds, at, **{**given, **replaced})
 
-        def sample(original: Any) -> Any:
-            def gumbel_sample(logits: Any, slots: Any, temperature: Any, seeds: Any, pos: Any, **given: Any) -> Any:
-                at = first_rows[0] if of_first_row else pos
-                return original(logits, slots, temperature, seeds, at, **{**given, **replaced})
-
-            return gumbel_sample
-
-        return {
-            f"{VERIFICATION}.Verifier._verify": verify,
-            f"{VERIFICATION}.gumbel_sample": sample,
-        }
+        return {f"{VERIFICATION}.Verifier._verify": verify, f"{VERIFICATION}.gumbel_sample": sample}
 
     return patches
 
@@ -129,45 +115,36 @@ def _other_noise(of_first_row: bool = False, **replaced: Any) -> Callable[[], Pa
 # Drafts
 
 
-def _one_stream(original: Any) -> Any:
-    def _draft(self: Any, *args: Any) -> None:
-        self.noise_pos %= resolve_name(f"{VERIFICATION}.DRAFTING")
-        original(self, *args)
-
-    return _draft
+@wrapping
+def _one_stream(original: Any, self: Any, *args: Any) -> None:
+    self.noise_pos %= resolve_name(f"{VERIFICATION}.DRAFTING")
+    original(self, *args)
 
 
-def _own_stream(original: Any) -> Any:
-    def _draft(self: Any, num_reqs: int, num_drafts: int) -> None:
-        self.noise_pos[:num_reqs] += resolve_name(f"{VERIFICATION}.DRAFTING")
-        original(self, num_reqs, num_drafts)
-
-    return _draft
+@wrapping
+def _own_stream(original: Any, self: Any, num_reqs: int, num_drafts: int) -> None:
+    self.noise_pos[:num_reqs] += resolve_name(f"{VERIFICATION}.DRAFTING")
+    original(self, num_reqs, num_drafts)
 
 
-def _scored_without_tokens(original: Any) -> Any:
-    def _draft(self: Any, *args: Any) -> None:
-        original(self, *args)
-        drawn = self.draft_tokens.clone()
-        self.model.bigram = lambda *_: None  # hides the method
-        original(self, *args)
-        del self.model.bigram
-        self.draft_tokens.copy_(drawn)
-
-    return _draft
+@wrapping
+def _scored_without_tokens(original: Any, self: Any, *args: Any) -> None:
+    original(self, *args)
+    drawn = self.draft_tokens.clone()
+    self.model.bigram = lambda *_: None  # hides the method
+    original(self, *args)
+    del self.model.bigram
+    self.draft_tokens.copy_(drawn)
 
 
-def _length_of_drawn(original: Any) -> Any:
+@wrapping
+def _length_of_drawn(original: Any, self: Any) -> Any:
     """Verify drafts up to the first MARKED one: the length depends on what was drawn."""
-
-    def take_draft_token_ids(self: Any) -> Any:
-        made, states = original(self), self.req_states
-        for row, name in enumerate(made.req_ids if made else ()):
-            drawn = states.draft_tokens[states.req_id_to_index[name], : len(made.draft_token_ids[row])].tolist()
-            made.draft_token_ids[row] = list(itertools.takewhile(lambda token: token != MARKED, drawn))
-        return made
-
-    return take_draft_token_ids
+    made, states = original(self), self.req_states
+    for row, name in enumerate(made.req_ids if made else ()):
+        drawn = states.draft_tokens[states.req_id_to_index[name], : len(made.draft_token_ids[row])].tolist()
+        made.draft_token_ids[row] = list(itertools.takewhile(lambda token: token != MARKED, drawn))
+    return made
 
 
 def _lengths_in_turns(original: Any) -> Any:
@@ -222,73 +199,65 @@ def _jumping_clocks() -> Patches:
 # Grammars
 
 
-def _wait_for_grammar(original: Any) -> Any:
-    def start(self: Any, name: str, params: Any) -> None:
-        original(self, name, params)
-        while (follower := self.followers.get(name)) and follower.compiling and follower.compiling.grammar is None:
-            time.sleep(0.001)
-
-    return start
-
-
-def _no_masks(original: Any) -> Any:
-    return lambda self, *args: resolve_name(f"{GRAMMAR}.Masks")(None)
+@wrapping
+def _wait_for_grammar(original: Any, self: Any, name: str, params: Any) -> None:
+    original(self, name, params)
+    while (follower := self.followers.get(name)) and follower.compiling and follower.compiling.grammar is None:
+        time.sleep(0.001)
 
 
 def _scored_unmasked_v1() -> Patches:
     """Draw drafts from the masked distribution, and hand the unmasked one to the rejection sampler."""
     running: list[Any] = []
 
-    def propose(original: Any) -> Any:
-        def noting(self: Any, *args: Any) -> Any:
-            running[:] = [self]
-            return original(self, *args)
+    @wrapping
+    def propose(original: Any, self: Any, *args: Any) -> Any:
+        running[:] = [self]
+        return original(self, *args)
 
-        return noting
+    @wrapping
+    def around(original: Any, self: Any, pick: Any) -> Any:
+        masked = original(self, pick)
 
-    def around(original: Any) -> Any:
-        def faulty(self: Any, pick: Any) -> Any:
-            masked = original(self, pick)
+        def scored(log_q: Any, k: int) -> Any:
+            q = log_q.softmax(-1)
+            drafts = masked(log_q, k)
+            running[0].draft_probs[: len(q), k] = q
+            return drafts
 
-            def scored(log_q: Any, k: int) -> Any:
-                q = log_q.softmax(-1)
-                drafts = masked(log_q, k)
-                running[0].draft_probs[: len(q), k] = q
-                return drafts
-
-            return scored
-
-        return faulty
+        return scored
 
     return {f"{PROPOSER}.propose": propose, f"{GRAMMAR}.Masks.around": around, **GRAMMARS_COMPILED}
 
 
-def _scored_unmasked_v2(original: Any) -> Any:
-    def _draft_masked(self: Any, *args: Any) -> None:
-        unmasked = self.draft_logits.clone()
-        original(self, *args)
-        self.draft_logits.copy_(unmasked)
-
-    return _draft_masked
+@wrapping
+def _scored_unmasked_v2(original: Any, self: Any, *args: Any) -> None:
+    unmasked = self.draft_logits.clone()
+    original(self, *args)
+    self.draft_logits.copy_(unmasked)
 
 
 # Draft layers, backbones, PTP
 
 
-def _shifted(original: Any) -> Any:
-    return lambda self, states, positions, slots: original(self, states, positions + 1, slots)
+@wrapping
+def _shifted(original: Any, self: Any, states: Any, positions: Any, slots: Any) -> Any:
+    return original(self, states, positions + 1, slots)
 
 
-def _causal(original: Any) -> Any:
-    return lambda **given: original(**{**given, "causal": True})
+@wrapping
+def _causal(original: Any, **given: Any) -> Any:
+    return original(**{**given, "causal": True})
 
 
-def _stale_rows(original: Any) -> Any:
-    return lambda self, positions, states: original(self, positions, states.roll(1, dims=0))
+@wrapping
+def _stale_rows(original: Any, self: Any, positions: Any, states: Any) -> Any:
+    return original(self, positions, states.roll(1, dims=0))
 
 
-def _squared(original: Any) -> Any:
-    return lambda *args: original(*args) ** 2
+@wrapping
+def _squared(original: Any, *args: Any) -> Any:
+    return original(*args) ** 2
 
 
 GRAMMARS_COMPILED: Patches = {f"{GRAMMAR}.Grammars.start": _wait_for_grammar}
@@ -339,7 +308,7 @@ FAULTS: dict[str, Patches | Callable[[], Patches]] = {
     # grammars
     "grammars waited for": GRAMMARS_COMPILED,
     "grammars never compiled": {f"{GRAMMAR}.Grammars._compile": _constant(lambda self, *args: None)},
-    "unmasked drafts": {f"{GRAMMAR}.Grammars.masks": _no_masks},
+    "unmasked drafts": {f"{GRAMMAR}.Grammars.masks": _constant(lambda *args: resolve_name(f"{GRAMMAR}.Masks")(None))},
     "masked drafts scored unmasked": _scored_unmasked_v1,
     "masked drafts scored unmasked on V2": {
         f"{SPECULATOR}._generate_masked_draft": _scored_unmasked_v2,

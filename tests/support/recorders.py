@@ -5,6 +5,7 @@ tests/support/faults.py has the table that names them.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from pkgutil import resolve_name
@@ -26,6 +27,19 @@ PTP_CAPTURED = f"{V2}.ptp.ptp_speculator.CAPTURED"  # attention backends whose s
 CACHE_BYTES = 1 << 26  # what is left for the KV cache after profiling
 
 
+def wrapping(replacement: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Return a function of an original that returns what takes its place: `replacement(original, ..)`."""
+
+    def wrap(original: Any) -> Any:
+        @functools.wraps(original)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return replacement(original, *args, **kwargs)
+
+        return replaced
+
+    return wrap
+
+
 def request_number(name: str) -> int:
     """The index of a request among the prompts of an engine: offline, vLLM counts them from 0."""
     return int(name.partition("-")[0])
@@ -34,22 +48,18 @@ def request_number(name: str) -> int:
 def drafts_by(path: str) -> Patches:
     """Draft by "kernel" in one launch, in "blocks" of the vocabulary, or by "definition"; record the drafts."""
 
-    def make_drafter(original: Any) -> Any:
-        def _drafter(self: Any, head: Any) -> Any:
-            made = None if path == "definition" else original(self, head)
-            assert made is None or made.one_launch == (path == "kernel")
-            return made
+    @wrapping
+    def make_drafter(original: Any, self: Any, head: Any) -> Any:
+        made = None if path == "definition" else original(self, head)
+        assert made is None or made.one_launch == (path == "kernel")
+        return made
 
-        return _drafter
-
-    def draft(original: Any) -> Any:
-        def _draft(self: Any, num_reqs: int, num_drafts: int) -> None:
-            original(self, num_reqs, num_drafts)
-            if (self.idx_mapping[:num_reqs] >= 0).all():  # no dummy run
-                parts = (self.draft_tokens, self.draft_token_confidence_probs)
-                RECORDED.append([part[:num_reqs, :num_drafts].clone() for part in parts])
-
-        return _draft
+    @wrapping
+    def draft(original: Any, self: Any, num_reqs: int, num_drafts: int) -> None:
+        original(self, num_reqs, num_drafts)
+        if (self.idx_mapping[:num_reqs] >= 0).all():  # no dummy run
+            parts = (self.draft_tokens, self.draft_token_confidence_probs)
+            RECORDED.append([part[:num_reqs, :num_drafts].clone() for part in parts])
 
     def in_blocks(original: Any) -> Any:
         return lambda self, *args: original(self, *args, one_launch=False)
@@ -62,62 +72,51 @@ def note_drafts() -> Patches:
     """V1: record the drafts of every step and the shapes of the states that the target's lm_head received."""
     shapes: list[tuple[int, ...]] = []
 
-    def lend(original: Any) -> Any:
-        def _lm_head(*args: Any, **kwargs: Any) -> Any:
-            logits = original(*args, **kwargs)
-            return lambda states: (shapes.append(tuple(states.shape)), logits(states))[1]
+    @wrapping
+    def lend(original: Any, *args: Any, **kwargs: Any) -> Any:
+        logits = original(*args, **kwargs)
+        return lambda states: (shapes.append(tuple(states.shape)), logits(states))[1]
 
-        return _lm_head
-
-    def propose(original: Any) -> Any:
-        def noted(self: Any, *args: Any, **kwargs: Any) -> list[list[int]]:
-            shapes.clear()
-            drafts = original(self, *args, **kwargs)
-            RECORDED.append((drafts, list(shapes)))
-            return drafts
-
-        return noted
+    @wrapping
+    def propose(original: Any, *args: Any, **kwargs: Any) -> list[list[int]]:
+        shapes.clear()
+        drafts = original(*args, **kwargs)
+        RECORDED.append((drafts, list(shapes)))
+        return drafts
 
     return {"vllm_mtpc.proposers.heads.load._lm_head": lend, f"{PROPOSER}.propose": propose}
 
 
-def lengths_v1(original: Any) -> Any:
-    def propose(self: Any, *args: Any, **more: Any) -> Any:
-        drafts = original(self, *args, **more)
-        RECORDED.append((len(drafts), max(map(len, drafts))))
-        return drafts
-
-    return propose
+@wrapping
+def lengths_v1(original: Any, self: Any, *args: Any, **more: Any) -> Any:
+    drafts = original(self, *args, **more)
+    RECORDED.append((len(drafts), max(map(len, drafts))))
+    return drafts
 
 
-def lengths_v2(original: Any) -> Any:
-    def propose(self: Any, input_batch: Any, *args: Any, num_speculative_tokens: int | None = None, **more: Any) -> Any:
-        RECORDED.append((input_batch.num_reqs, num_speculative_tokens))
-        return original(self, input_batch, *args, num_speculative_tokens=num_speculative_tokens, **more)
-
-    return propose
+@wrapping
+def lengths_v2(
+    original: Any, self: Any, input_batch: Any, *args: Any, num_speculative_tokens: int | None = None, **more: Any
+) -> Any:
+    RECORDED.append((input_batch.num_reqs, num_speculative_tokens))
+    return original(self, input_batch, *args, num_speculative_tokens=num_speculative_tokens, **more)
 
 
 def noted_seeds(module: str) -> Callable[[Any], Any]:
-    def wrap(original: Any) -> Any:
-        def step_seeds(seeds: Any, anchor: Any) -> Any:
-            RECORDED.extend((module, *row) for row in zip(seeds.tolist(), anchor.tolist(), strict=True))
-            return original(seeds, anchor)
+    @wrapping
+    def step_seeds(original: Any, seeds: Any, anchor: Any) -> Any:
+        RECORDED.extend((module, *row) for row in zip(seeds.tolist(), anchor.tolist(), strict=True))
+        return original(seeds, anchor)
 
-        return step_seeds
-
-    return wrap
+    return step_seeds
 
 
-def validated_drafts(original: Any) -> Any:
+@wrapping
+def validated_drafts(original: Any, self: Any, request: Any, spec_tokens: list[int]) -> list[int]:
     """Record (drafts, the prefix that the grammar allows) for structured requests."""
-
-    def validate_tokens(self: Any, request: Any, spec_tokens: list[int]) -> list[int]:
-        valid = original(self, request, spec_tokens)
-        RECORDED.extend([(list(spec_tokens), list(valid))] * bool(request.use_structured_output))
-        return valid
-
-    return validate_tokens
+    valid = original(self, request, spec_tokens)
+    RECORDED.extend([(list(spec_tokens), list(valid))] * bool(request.use_structured_output))
+    return valid
 
 
 # Speculators of Model Runner V2
@@ -129,18 +128,16 @@ def after_propose(handle: Callable[..., Any]) -> Callable[[Any], Any]:
     A result of None is not recorded.
     """
 
-    def wrap(original: Any) -> Any:
-        def propose(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-            drafts = original(self, input_batch, *args, **kwargs)
-            if not kwargs.get("dummy_run"):
-                given = SimpleNamespace(batch=input_batch, sampled=args[4], rejected=args[5], **kwargs)
-                notes = [handle(self, row, name, drafts, given) for row, name in enumerate(input_batch.req_ids)]
-                RECORDED.extend(note for note in notes if note is not None)
-            return drafts
+    @wrapping
+    def propose(original: Any, self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        drafts = original(self, input_batch, *args, **kwargs)
+        if not kwargs.get("dummy_run"):
+            given = SimpleNamespace(batch=input_batch, sampled=args[4], rejected=args[5], **kwargs)
+            notes = [handle(self, row, name, drafts, given) for row, name in enumerate(input_batch.req_ids)]
+            RECORDED.extend(note for note in notes if note is not None)
+        return drafts
 
-        return propose
-
-    return wrap
+    return propose
 
 
 def state_and_drafts(self: Any, row: int, name: str, drafts: torch.Tensor, given: Any) -> dict[str, Any]:
@@ -163,36 +160,27 @@ def dflash_drafts(self: Any, row: int, name: str, drafts: torch.Tensor, given: A
     }
 
 
-def norm_of_each_layer(original: Any) -> Any:
+@wrapping
+def norm_of_each_layer(original: Any, self: Any, keys: Any) -> Any:
     """As on a GPU: on a CPU vLLM 0.32 norms the context's keys of every layer with the first layer's weights."""
-
-    def _normalize_context_k(self: Any, keys: Any) -> Any:
-        out = torch.empty_like(keys)
-        for layer, weight in enumerate(self._k_norm_weights):
-            resolve_name("vllm._custom_ops").rms_norm(out[layer], keys[layer], weight, self._rms_norm_eps)
-        return out
-
-    return _normalize_context_k
+    out = torch.empty_like(keys)
+    for layer, weight in enumerate(self._k_norm_weights):
+        resolve_name("vllm._custom_ops").rms_norm(out[layer], keys[layer], weight, self._rms_norm_eps)
+    return out
 
 
 def unread_chunks(propose_path: str, method: str, skip: Callable[..., Any]) -> Patches:
     """Return skip(..) in place of a method's result in steps that sample nothing: pieces of a prompt are missing."""
     samples_nothing = [False]
 
-    def propose(original: Any) -> Any:
-        noting = after_propose(state_and_drafts)(original)
+    @wrapping
+    def propose(original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        samples_nothing[0] = not kwargs.get("dummy_run") and not args[6].any()  # num_sampled
+        return after_propose(state_and_drafts)(original)(*args, **kwargs)
 
-        def propose(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-            samples_nothing[0] = not kwargs.get("dummy_run") and not args[5].any()  # num_sampled
-            return noting(self, *args, **kwargs)
-
-        return propose
-
-    def skipping(original: Any) -> Any:
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return skip(self, *args) if samples_nothing[0] else original(self, *args, **kwargs)
-
-        return call
+    @wrapping
+    def skipping(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        return skip(self, *args) if samples_nothing[0] else original(self, *args, **kwargs)
 
     return {propose_path: propose, method: skipping}
 
@@ -227,57 +215,48 @@ def ptp_drafts(self: Any, row: int, name: str, drafts: torch.Tensor, given: Any)
     return {"request": name, "known": _index_of_first_draft(row, given), "drafts": drafts[row].tolist()}
 
 
-def merged_groups(original: Any) -> Any:
+@wrapping
+def merged_groups(original: Any, self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Record the states of each request's group of auxiliary rows and the length of the text before it."""
-
-    def propose(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        drafted, num_sampled = self.merged_output, args[4]
-        if drafted is not None and not kwargs.get("dummy_run"):
-            accepted = (num_sampled[: input_batch.num_reqs].long() - 1).clamp(min=0)
-            start, size = drafted.layout.find_group(accepted)
-            for row, name in enumerate(input_batch.req_ids):
-                if int(num_sampled[row]) and int(size[row]):
-                    first = row * drafted.layout.rows + int(start[row])
-                    hidden = drafted.hidden[first : first + int(size[row])].clone()
-                    prefix = int(drafted.position[row] + 1 + accepted[row])
-                    RECORDED.append({"request": name, "prefix": prefix, "hidden": hidden})
-        return original(self, input_batch, *args, **kwargs)
-
-    return propose
+    drafted, num_sampled = self.merged_output, args[4]
+    if drafted is not None and not kwargs.get("dummy_run"):
+        accepted = (num_sampled[: input_batch.num_reqs].long() - 1).clamp(min=0)
+        start, size = drafted.layout.find_group(accepted)
+        for row, name in enumerate(input_batch.req_ids):
+            if int(num_sampled[row]) and int(size[row]):
+                first = row * drafted.layout.rows + int(start[row])
+                hidden = drafted.hidden[first : first + int(size[row])].clone()
+                prefix = int(drafted.position[row] + 1 + accepted[row])
+                RECORDED.append({"request": name, "prefix": prefix, "hidden": hidden})
+    return original(self, input_batch, *args, **kwargs)
 
 
 def second_pass_groups() -> Patches:
     """Record the same of the second of two passes."""
     is_sampled: list[bool] = []
 
-    def generate(original: Any) -> Any:
-        def _generate_draft(self: Any, input_batch: Any, num_sampled: torch.Tensor, drafts: torch.Tensor) -> None:
-            is_sampled[:] = map(bool, num_sampled.tolist())
-            original(self, input_batch, num_sampled, drafts)
+    @wrapping
+    def generate(original: Any, self: Any, input_batch: Any, num_sampled: torch.Tensor, drafts: torch.Tensor) -> None:
+        is_sampled[:] = map(bool, num_sampled.tolist())
+        original(self, input_batch, num_sampled, drafts)
 
-        return _generate_draft
-
-    def run(original: Any) -> Any:
-        def _run_draft_pass(self: Any, input_batch: Any, num_aux: int) -> torch.Tensor:
-            hidden = original(self, input_batch, num_aux)
-            for row, name in enumerate(input_batch.req_ids):
-                if is_sampled[row]:  # x_1 is the group's first row
-                    prefix = int(self.prefix_lens[row]) + 1
-                    RECORDED.append({"request": name, "prefix": prefix, "hidden": hidden[row, 1:].clone()})
-            return hidden
-
-        return _run_draft_pass
+    @wrapping
+    def run(original: Any, self: Any, input_batch: Any, num_aux: int) -> torch.Tensor:
+        hidden = original(self, input_batch, num_aux)
+        for row, name in enumerate(input_batch.req_ids):
+            if is_sampled[row]:  # x_1 is the group's first row
+                prefix = int(self.prefix_lens[row]) + 1
+                RECORDED.append({"request": name, "prefix": prefix, "hidden": hidden[row, 1:].clone()})
+        return hidden
 
     return {f"{PTP}._generate_draft": generate, f"{PTP}._run_draft_pass": run}
 
 
-def real_rows(original: Any) -> Any:
-    def _merged_pass(self: Any, step: Any, *args: Any) -> torch.Tensor:
-        hidden = original(self, step, *args)
-        RECORDED.append(hidden[: step.num_tokens].clone())
-        return hidden
-
-    return _merged_pass
+@wrapping
+def real_rows(original: Any, self: Any, step: Any, *args: Any) -> torch.Tensor:
+    hidden = original(self, step, *args)
+    RECORDED.append(hidden[: step.num_tokens].clone())
+    return hidden
 
 
 # KV caches
@@ -293,29 +272,28 @@ def poisoned(early: int = 0) -> Patches:
         for cache in caches:
             cache[[block.block_id for block in blocks]] = torch.nan
 
-    def new(original: Any) -> Any:
-        def get_new_blocks(self: Any, *args: Any, **kwargs: Any) -> list[Any]:
-            blocks = original(self, *args, **kwargs)
-            poison(blocks)
-            RECORDED.append(self.num_gpu_blocks - 1 - self.get_num_free_blocks())  # block 0 belongs to no request
-            return blocks
+    @wrapping
+    def new(original: Any, self: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        blocks = original(self, *args, **kwargs)
+        poison(blocks)
+        RECORDED.append(self.num_gpu_blocks - 1 - self.get_num_free_blocks())  # block 0 belongs to no request
+        return blocks
 
-        return get_new_blocks
+    @wrapping
+    def free(original: Any, self: Any, blocks: Any, *args: Any, **kwargs: Any) -> None:
+        blocks = list(blocks)
+        original(self, blocks, *args, **kwargs)
+        if not self.enable_caching:
+            poison([block for block in blocks if block.ref_cnt == 0 and not block.is_null])
 
-    def free(original: Any) -> Any:
-        def free_blocks(self: Any, blocks: Any, *args: Any, **kwargs: Any) -> None:
-            blocks = list(blocks)
-            original(self, blocks, *args, **kwargs)
-            if not self.enable_caching:
-                poison([block for block in blocks if block.ref_cnt == 0 and not block.is_null])
+    @wrapping
+    def bind(original: Any, self: Any, kv_cache: Any) -> None:
+        original(self, kv_cache)
+        caches.append(kv_cache)
 
-        return free_blocks
-
-    def bind(original: Any) -> Any:
-        return lambda self, kv_cache: (original(self, kv_cache), caches.append(kv_cache))[0]
-
-    def skipped(original: Any) -> Any:
-        return lambda self, num_computed_tokens: original(self, num_computed_tokens + early)
+    @wrapping
+    def skipped(original: Any, self: Any, num_computed_tokens: int) -> int:
+        return original(self, num_computed_tokens + early)
 
     pool = "vllm.v1.core.block_pool.BlockPool"
     return {
@@ -342,36 +320,31 @@ def in_graphs(owner: str, mode: str, record: Callable[[Any], Any] | None = None)
 
     recorder = Recorder()
 
-    def init(original: Any) -> Any:
-        def init_cudagraph_manager(self: Any, _: Any) -> None:
-            _set_graph_sizes(self.vllm_config)
-            self.attn_cg_support = mock.Mock(min_cg_support=AttentionCGSupport.UNIFORM_BATCH)
-            with recorder.in_place():
-                original(self, CUDAGraphMode[mode])
+    @wrapping
+    def init(original: Any, self: Any, _: Any) -> None:
+        _set_graph_sizes(self.vllm_config)
+        self.attn_cg_support = mock.Mock(min_cg_support=AttentionCGSupport.UNIFORM_BATCH)
+        with recorder.in_place():
+            original(self, CUDAGraphMode[mode])
 
-        return init_cudagraph_manager
-
-    def propose(original: Any) -> Any:
+    @wrapping
+    def propose(original: Any, self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         original = original if record is None else record(original)
-
-        def from_graphs(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-            if kwargs.get("dummy_run"):
-                return original(self, *args, **kwargs)
-            with recorder.in_place():
-                if not recorder.captured:
-                    kept = self.block_tables.slot_mappings.clone()  # of the current step
-                    self.capture()
-                    self.block_tables.slot_mappings.copy_(kept)
-                before = len(recorder.replayed)
-                drafts = original(self, *args, **kwargs).clone()
-                note = {"replayed": len(recorder.replayed) - before}
-                if record is None:
-                    with mock.patch.object(self.graphs, "find", lambda *batch: None):
-                        note["same"] = torch.equal(drafts, original(self, *args, **kwargs))
-            RECORDED.append(note)
-            return drafts
-
-        return from_graphs
+        if kwargs.get("dummy_run"):
+            return original(self, *args, **kwargs)
+        with recorder.in_place():
+            if not recorder.captured:
+                kept = self.block_tables.slot_mappings.clone()  # of the current step
+                self.capture()
+                self.block_tables.slot_mappings.copy_(kept)
+            before = len(recorder.replayed)
+            drafts = original(self, *args, **kwargs).clone()
+            note = {"replayed": len(recorder.replayed) - before}
+            if record is None:
+                with mock.patch.object(self.graphs, "find", lambda *batch: None):
+                    note["same"] = torch.equal(drafts, original(self, *args, **kwargs))
+        RECORDED.append(note)
+        return drafts
 
     return {f"{owner}.init_cudagraph_manager": init, f"{owner}.propose": propose, PTP_CAPTURED: lambda _: ("CPU_ATTN",)}
 

@@ -1,0 +1,250 @@
+"""Two tensor-parallel ranks: drafts from divided logits as on one rank, and failures that both ranks survive.
+
+Processes over gloo, Model Runner V2's speculator on vLLM's own layers and groups; the kernels are interpreted.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support import forks, speculators
+from tests.support.configs import engine_config
+from tests.support.speculators import Setting, batch, drafted, made_heads, speculator
+
+TIMEOUT_S = 1200.0
+VOCAB = 1090  # divided into 2 x 576 columns, of which the second rank has 514 tokens
+KINDS: dict[str, dict[str, Any]] = {"plain": {}, "capped": {"soft_cap": 5.0, "scale": 0.7}}
+# 32 components of the vocabulary are no small leaf.
+WINDOW, BATCH, DRAFTS = 5, 6, 4
+COMPONENTS = {"kernel": 32, "definition": 65, "kernel with tokens": 32, "definition with tokens": 65}
+GREEDY = {"draft_sample_method": "greedy"}
+HEADS = {
+    name: {"head": "shared", "num_components": r, "window": WINDOW, "token_rank": 5 * ("tokens" in name)}
+    for name, r in COMPONENTS.items()
+}
+
+
+class Target(nn.Module):
+    """vLLM's layers of `compute_logits`, with the options of `kind`."""
+
+    kind = "plain"
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        from vllm.model_executor.layers.logits_processor import LogitsProcessor
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+        super().__init__()
+        whole = torch.randn(vocab_size, hidden_size, generator=torch.Generator().manual_seed(5))
+        self.lm_head = ParallelLMHead(vocab_size, hidden_size)
+        self.lm_head.weight_loader(self.lm_head.weight, whole)
+        self.lm_head.quant_method.process_weights_after_loading(self.lm_head)
+        self.logits_processor = LogitsProcessor(vocab_size, **KINDS.get(self.kind, {}))
+
+    def compute_logits(self, states: Tensor) -> Tensor:
+        logits = self.logits_processor(self.lm_head, states)
+        if self.kind == "forbids a token":
+            logits[:, VOCAB - 2] = -torch.inf
+        return logits
+
+
+def on_ranks(num_ranks: int, place: Path, store: Path, call: Callable[..., Any], *args: Any) -> list[Any]:
+    """In a fork: `call(rank, *args)` of every rank, each in a fork of it.
+
+    place: a folder with `target`. store: an empty folder.
+    """
+    context = multiprocessing.get_context("fork")
+    pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
+    for rank, (_, theirs) in enumerate(pipes):
+        context.Process(target=_rank, args=(rank, num_ranks, place, store, theirs, call, *args)).start()
+    for _, theirs in pipes:
+        theirs.close()
+    return [pickle.loads(ours.recv_bytes()) for ours, _ in pipes]
+
+
+def _rank(rank: int, num_ranks: int, place: Path, store: Path, answers: Any, call: Callable, *args: Any) -> None:
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    torch.set_num_threads(1)
+    os.environ["VLLM_DIST_IDENT"] = str(os.getppid())  # as vLLM's worker does: on AVX-512 ranks share memory by name
+    with set_current_vllm_config(engine_config(place / "target", None)):
+        parallel_state.init_distributed_environment(num_ranks, rank, f"file://{store}/{num_ranks}", rank, "gloo")
+        parallel_state.ensure_model_parallel_initialized(num_ranks, 1)
+        answers.send_bytes(pickle.dumps(call(rank, *args)))
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return made_heads(tmp_path_factory.mktemp("ranks"), VOCAB, HEADS)
+
+
+def _all_drafted(rank: int, settings: dict[str, tuple[Setting, str]]) -> dict[str, Any]:
+    return {name: _drafted(*setting) for name, setting in settings.items()}
+
+
+def _drafted(setting: Setting, kind: str) -> tuple[list[Tensor | None], list[int]]:
+    from vllm.distributed.parallel_state import GroupCoordinator
+
+    gather, numbers = GroupCoordinator.all_gather, []
+
+    def counting(group: Any, own: Tensor, dim: int = -1) -> Tensor:
+        numbers.append(own.numel())
+        return gather(group, own, dim)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Target, "kind", kind))
+        stack.enter_context(mock.patch.object(speculators, "Target", Target))
+        made = stack.enter_context(speculator(setting))
+        stack.enter_context(mock.patch.object(GroupCoordinator, "all_gather", counting))
+        if made.draft_logits is not None:
+            return drafted(made, BATCH, DRAFTS), numbers
+        made.propose(**batch(made, BATCH), num_speculative_tokens=DRAFTS)
+        confidences = made.draft_token_confidence_probs[:BATCH, :DRAFTS]
+        return [made.draft_tokens[:BATCH, :DRAFTS], confidences, None], numbers
+
+
+CASES = {
+    **{f"{name}, {kind}": (name, None, kind) for name in COMPONENTS if "tokens" not in name for kind in KINDS},
+    **{f"{name}, plain": (name, None, "plain") for name in COMPONENTS if "tokens" in name},
+    "kernel, argmax": ("kernel", GREEDY, "plain"),
+    "kernel, forbids a token": ("kernel", None, "forbids a token"),
+    "kernel, bfloat16": ("kernel", {"head_dtype": "bfloat16"}, "plain"),
+}
+
+
+@pytest.fixture(scope="module")
+def found(places: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    store = tmp_path_factory.mktemp("store")
+    settings = {
+        name: (Setting(places[which], BATCH + 2, options=options), kind)
+        for name, (which, options, kind) in CASES.items()
+    }
+    given = (places["kernel"], store, _all_drafted, settings)
+    return {size: forks.call("v2", f"{__name__}:on_ranks", size, *given, timeout=TIMEOUT_S) for size in (1, 2)}
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_two_ranks_draft_as_one_rank(name: str, found: dict[int, list[dict[str, Any]]]) -> None:
+    tokens, *numbers = found[1][0][name][0]
+    ranks = [rank[name][0] for rank in found[2]]
+    for mine, theirs in zip(*ranks, strict=True):
+        assert mine is theirs is None or torch.equal(mine, theirs), "the ranks differ"
+    same_tokens, *same_numbers = ranks[0]
+    assert torch.equal(tokens, same_tokens)
+    assert len(tokens.unique()) > 4 and (tokens >= 576).any() and (tokens < 576).any(), "tokens of both ranks"
+    # float32 sums in another order; a number in bfloat16 may be rounded to its neighbour
+    rtol = 2**-7 if name == "kernel, bfloat16" else 0
+    for one, other in zip(numbers, same_numbers, strict=True):
+        assert one is other is None or torch.testing.assert_close(one, other, atol=2e-5, rtol=rtol) is None
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "forbids" not in name])
+def test_communication_is_an_rth_of_the_logits(name: str, found: dict[int, list[dict[str, Any]]]) -> None:
+    _, numbers = found[2][0][name]
+    r, rows = COMPONENTS[name.partition(",")[0]], 576
+    distribution = DRAFTS * (0 if "argmax" in name else rows)
+    # x_1: two numbers per component. Per draft: a normaliser and the drafted token's evidence per component, and what
+    # the candidates are compared by; components are filled up to a power of two, columns to a multiple of 16.
+    assert sum(numbers) <= BATCH * (2 * r + DRAFTS * (2 * r + 5) + distribution)
+    assert len(numbers) <= 3 + (3 if "tokens" in name else 2) * DRAFTS
+    gathered = BATCH * (1 + DRAFTS) * r * rows
+    assert sum(numbers) < gathered / (r / 1.3)
+
+
+def test_logits_that_the_target_changes_are_gathered(found: dict[int, list[dict[str, Any]]]) -> None:
+    """A token that the target forbids has no mass in the drafts."""
+    for size in (1, 2):
+        (_, _, distribution), numbers = found[size][0]["kernel, forbids a token"]
+        assert (distribution[-BATCH:, :DRAFTS, VOCAB - 2] == -torch.inf).all()
+        assert numbers == ([BATCH * (1 + DRAFTS) * 32 * 576] if size == 2 else [])
+
+
+def failing_on_rank_1(rank: int, place: Path) -> dict[str, Any]:
+    """What each failure ends with, and whether the same drafts are made after all of them."""
+    from vllm_mtpc.proposers.heads import counts, load, swap
+    from vllm_mtpc.proposers.heads import ranks as agreement
+
+    def raising(*args: Any) -> Any:
+        raise MemoryError("no room\n  for it")
+
+    def outcome(call: Any, *args: Any) -> str:
+        try:
+            call(*args)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "no error"
+
+    def compare(debug: str, num_drafts: int) -> str:
+        drafter = SimpleNamespace(propose=lambda *args, **given: torch.tensor([[1, 2, rank]]))
+        with mock.patch.dict(os.environ, {counts.DEBUG: debug}):
+            counts.check_speculator(drafter)
+        return outcome(lambda: drafter.propose(None, num_speculative_tokens=num_drafts))
+
+    def serve() -> Any:
+        with speculator(Setting(place, 4)) as made:
+            return made
+
+    with mock.patch.object(speculators, "Target", Target), ExitStack() as stack:
+        failing = mock.patch.object(load, "load_head", raising) if rank else ExitStack()
+        warnings: list[str] = []
+        with failing, mock.patch.object(agreement, "warn", lambda folder, error: warnings.append(str(error))):
+            found = {"bundled": outcome(agreement.attempt, serve, "head"), "named": outcome(serve)}
+        found["warned"] = warnings
+        made = stack.enter_context(speculator(Setting(place, 4)))
+        config = SimpleNamespace(speculative_config=made.speculative_config, use_v2_model_runner=True)
+        runner = SimpleNamespace(vllm_config=config, speculator=made, model=Target(VOCAB, made.hidden_size))
+        before = drafted(made, 3, 4)
+        head = str(place / "head")
+        found["swap, missing"] = outcome(swap.swap, runner, str(place / "none") if rank else head)
+        with failing:
+            found["swap, failing"] = outcome(swap.swap, runner, head)
+        same = [left.equal(right) for left, right in zip(before, drafted(made, 3, 4), strict=True)]
+        found["compared"] = [compare("1", 2), compare("0", 3), compare("1", 3)]
+        return found | {"same drafts": all(same), "swap": outcome(swap.swap, runner, head)}
+
+
+@pytest.fixture(scope="module")
+def ranks(places: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    store = tmp_path_factory.mktemp("failing")
+    given = (places["kernel"], store, failing_on_rank_1, places["kernel"])
+    return forks.call("v2", f"{__name__}:on_ranks", 2, *given, timeout=240)  # it takes some seconds on a busy core
+
+
+def test_failed_load_returns_on_both_ranks(ranks: list[dict[str, Any]]) -> None:
+    elsewhere = "on rank 1: no room for it"
+    assert [rank["bundled"] for rank in ranks] == ["GivenUp: "] * 2
+    assert [rank["warned"] for rank in ranks] == [[elsewhere], []]  # once, by the first rank
+    assert ranks[0]["named"] == f"RuntimeError: {elsewhere}"
+    assert ranks[1]["named"] == "MemoryError: no room\n  for it"
+
+
+@pytest.mark.parametrize(("case", "reason"), [("missing", "none: the folder does not exist"), ("failing", "no room")])
+def test_failed_swap_is_refused_on_both_ranks(case: str, reason: str, ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank[f"swap, {case}"].startswith("ServeConfigError: the head is not swapped")
+        assert reason in rank[f"swap, {case}"]
+
+
+def test_ranks_draft_on_after_refused_swaps(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["same drafts"] and rank["swap"] == "no error"
+
+
+def test_ranks_that_differ_are_found(ranks: list[dict[str, Any]]) -> None:
+    """With MTPC_DEBUG=1; columns that no draft fills may differ."""
+    for number, rank in enumerate(ranks):
+        *others, differing = rank["compared"]
+        assert others == ["no error"] * 2
+        assert "different tokens" in differing and f"rank {number} drafted [[1, 2, {number}]]" in differing
