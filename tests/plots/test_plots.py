@@ -61,17 +61,14 @@ def test_acceptance_is_drawn_by_position_and_temperature(tmp_path: Path, drawn: 
 
 
 def test_throughput_is_drawn_against_time_per_token(tmp_path: Path, drawn: list) -> None:
-    draw.plot_latency([*ROWS, row("plain", 0, 4, 400.0, tpot_ms=7.5)], tmp_path, "x")
+    rows = [*ROWS, row("plain", 0, 4, 400.0, tpot_ms=7.5), row("plain", 1.0, 1, 9.0, group="V2, interpreted")]
+    files = draw.plot_served(rows, tmp_path, "x")
+    assert {file.stem for file in files} == {"x-latency", "x-v2-interpreted-latency"}  # a file for each group
     sampled, greedy = drawn[0].axes
     lines = {line.get_label(): line for line in sampled.lines}
     assert list(lines["btree"].get_xdata()) == [5.0, 10.0] and list(lines["btree"].get_ydata()) == [200.0, 400.0]
     assert lines["btree"].get_color() == draw.CIRCUIT_LOOKS["btree"]["color"] != lines["plain"].get_color()
     assert list(greedy.lines[0].get_xdata()) == [8.0, 7.5]  # a streamed time per token is used unchanged
-
-
-def test_groups_are_drawn_in_separate_files(tmp_path: Path) -> None:
-    files = draw.plot_served([*ROWS, row("plain", 1.0, 1, 9.0, group="V2, interpreted")], tmp_path, "r")
-    assert {file.stem for file in files} == {"r-latency", "r-v2-interpreted-latency"}
 
 
 def test_files_are_the_same_every_time(tmp_path: Path) -> None:
@@ -107,24 +104,23 @@ def test_command_draws_heads_and_results(tmp_path: Path, drawn: list) -> None:
     assert run(str(tmp_path / "r.json")) == 0 and (tmp_path / "r-latency.svg").is_file()
 
 
+WORDS = {"tokens_per_step": "many", "standard_error": 0, "per_position": []}
+
+
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
         ("other.json", {"kind": "draft", "rows": []}, "not a result of vllm-mtpc bench serve"),
         ("none.json", None, "cannot be read"),
         ("head", None, "--out is missing"),
+        ("ff/provenance.json", {"figures": {}}, "holds no figures"),
+        ("ff/provenance.json", {"figures": {"t1": WORDS}}, "holds no figures"),
     ],
 )
-def test_other_files_are_refused(tmp_path: Path, file: str, content: object, message: str) -> None:
+def test_files_without_results_are_refused(tmp_path: Path, file: str, content: object, message: str) -> None:
+    shutil.copytree(demo.path("ff"), tmp_path / "ff")
     if content:
         (tmp_path / file).write_text(json.dumps(content))
+    words = [str(tmp_path / "ff"), "--out", str(tmp_path)] if file.startswith("ff") else [str(tmp_path / file)]
     with pytest.raises(MtpcError, match=message):
-        run(str(tmp_path / file))
-
-
-@pytest.mark.parametrize("figures", [{}, {"t1": {"tokens_per_step": "many", "standard_error": 0, "per_position": []}}])
-def test_head_without_results_is_refused(tmp_path: Path, figures: dict) -> None:
-    shutil.copytree(demo.path("ff"), tmp_path / "ff")
-    (tmp_path / "ff" / "provenance.json").write_text(json.dumps({"figures": figures}))
-    with pytest.raises(MtpcError, match="holds no figures"):
-        run(str(tmp_path / "ff"), "--out", str(tmp_path / "plots"))
+        run(*words)

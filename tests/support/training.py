@@ -18,6 +18,30 @@ from vllm_mtpc.train.options import TrainOptions, parse
 from vllm_mtpc.train.trainer import METRICS_FILE, Trainer, read_metrics
 
 V = 12
+BACKBONE = {
+    "head": "backbone", "backbone_layers": 1, "backbone_width": 32, "component_rank": 4, "beta": 1.0,
+    "acceptance": 0.9, "train_first": False,
+}  # fmt: skip
+PTP = {"head": "ptp", "lora_rank": 4, "windows_per_step": 32}
+# "ieee" reads the low bits of u, which are rounding noise where a forward pass of another batch size decides u.
+LATE = {"variant": "late", "late_width": 6, "u_embedding": "threshold"}
+PTP_CASES = {
+    name: PTP | own
+    for name, own in {
+        "ce": {},
+        "bce": {"ptp_loss": "bce", "u_embedding": "arithmetic"},
+        "kl": {"variant": "c-ptp", "u_embedding": "threshold-mlp", "u_hidden": 8},
+        "reverse-kl": {"variant": "c-ptp", "ptp_loss": "reverse-kl", "top_k": 6},
+        "inverse": {"variant": "c-ptp", "ptp_loss": "inverse", "u_embedding": "threshold"},
+        "baseline": {"variant": "independent"},
+        "late": LATE,
+        "trust": LATE | {"distribution_trust": 0.8, "ptp_loss": "ce"},
+        "own": {"proposals": "student", "temperature": 0.8, "u_embedding": "threshold"},
+        "own c-ptp": {"proposals": "student", "variant": "c-ptp"},
+        "dataset": {"proposals": "dataset", "top_p": 0.9},
+        "bf16": {"precision": "bf16"},
+    }.items()
+}
 
 
 def flags(place: Path, out: str, **changes: object) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.support import byte_llama_reference as byte_llama
 from tests.support import evabyte_reference as evabyte
@@ -51,13 +52,16 @@ def changed(**more: Any) -> dict[str, Any]:
 
 
 def test_a_head_is_trained_and_measured(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    head = str(train(place, "head", **changed()))
-    data = ["--data", str(place / "text.jsonl"), "--prompt-tokens", "8", "--new-tokens", "12"]
-    capsys.readouterr()
-    assert main(["eval", head, *data, "--sequences", "2", "--device", "cpu"]) == 0
-    assert "tokens/step, expected" in capsys.readouterr().out
+    head = train(place, "head", **changed())
     layers = train(place, "layers", **changed(init_from=head, lora_layers=1))  # they go on from the trained head
     assert load_head(layers)[0].lora_layers == 1 and record_of(layers)["figures"]["t1"]["tokens_per_step"] >= 1
+    adapters = load_file(layers / "adapter_model.safetensors")
+    assert any(bool(value.any()) for name, value in adapters.items() if "lora_B" in name)  # they start at zero
+    data = ["--data", str(place / "text.jsonl"), "--prompt-tokens", "8", "--new-tokens", "12"]
+    for folder in (head, layers):
+        capsys.readouterr()
+        assert main(["eval", str(folder), *data, "--sequences", "2", "--device", "cpu"]) == 0
+        assert "tokens/step, expected" in capsys.readouterr().out
 
 
 def test_ptp_heads_are_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,16 +56,20 @@ def shards_of_eight_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "SHARD_BYTES", 8 * SEQ * 64 * 4)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
-def test_cache_equals_computed_states_bit_for_bit(folder, target, rows, dtype):
-    computed = Computed(target, rows, dtype)
-    for written in (write_cache(folder, target, rows, dtype), write_cache(folder, target, rows)):  # the folder's dtype
+@pytest.mark.parametrize(
+    ("dtype", "layers"), [(None, ()), (torch.float16, ()), (torch.bfloat16, ()), (torch.float32, (1, 2))]
+)
+def test_cache_equals_computed_states_bit_for_bit(folder, target, rows, dtype, layers):
+    computed = Computed(target, rows, dtype, layers=layers)
+    width = 64 * (1 + len(layers))
+    for given in (dtype, None):  # None: the folder's dtype
+        written = write_cache(folder, target, rows, given, layers=layers)
         assert torch.equal(written.hidden(ALL), computed.hidden(ALL))
         assert computed.hidden(ALL).dtype == (dtype or torch.float32)
     some = torch.tensor([9, 0, 3, 4, 10, 3])
     assert torch.equal(written.hidden(some), written.hidden(ALL)[some])
     nothing = torch.tensor([], dtype=torch.long)
-    assert written.hidden(nothing).shape == computed.hidden(nothing).shape == (0, SEQ, 64)
+    assert written.hidden(nothing).shape == computed.hidden(nothing).shape == (0, SEQ, width)
 
 
 def test_packed_states_equal_single_documents(target, rows):
@@ -77,18 +81,17 @@ def test_packed_states_equal_single_documents(target, rows):
     assert not states[rows.document[2] < 0].any()
 
 
-def test_layer_input_gives_the_final_states(target, rows):
-    """The input of the last layer, through this layer and the norm, gives the final states."""
+def test_layer_states_match_the_model(target, rows):
     unpacked = Rows(rows.tokens, torch.zeros_like(rows.document), rows.trained)
-    entering = Computed(target, unpacked, layer=1).hidden(ALL)
-    backbone = target.backbone
-    positions = torch.arange(SEQ)[None]
-    with torch.no_grad():
-        rotary = backbone.rotary_emb(entering, positions)
-        mask = torch.full((SEQ, SEQ), -torch.inf).triu(1)[None, None]
-        after = backbone.layers[1](entering, attention_mask=mask, position_embeddings=rotary, position_ids=positions)
-        final = backbone.norm(after[0] if isinstance(after, tuple) else after)
-    torch.testing.assert_close(final, Computed(target, unpacked).hidden(ALL), rtol=0, atol=1e-4)
+    given = target.model(input_ids=rows.tokens[:8].long(), output_hidden_states=True).hidden_states
+    found = target.hidden_with([0, 1, 2], rows.tokens[:8]).split(target.hidden_size, -1)
+    for layer in (0, 1):
+        torch.testing.assert_close(found[layer], given[layer])
+        entering = Computed(target, unpacked, layer=layer).hidden(ALL[:8])
+        torch.testing.assert_close(entering, given[layer], rtol=0, atol=1e-4)
+    torch.testing.assert_close(target.backbone.norm(found[2]), found[3])
+    torch.testing.assert_close(found[3], given[-1])
+    assert torch.equal(target.hidden_with([], rows.tokens[:8]), target.hidden(rows.tokens[:8]))
 
 
 def test_reading_a_few_rows_reads_only_their_pages(tmp_path):
@@ -160,6 +163,8 @@ def test_cache_of_other_states_is_refused(folder, target, rows, tmp_path):
         write_cache(folder, target, rows._replace(tokens=rows.tokens ^ 1))
     with pytest.raises(UsageError, match=r"dtype float32 \(requested: float16\); name another folder"):
         write_cache(folder, target, rows, torch.float16)
+    with pytest.raises(UsageError, match=r"layers \[\] \(requested: \[2\]\)"):
+        write_cache(folder, target, rows, layers=[2])
     make_target(tmp_path / "other", vocab_size=32, seed=7)  # the same config, other weights
     other = load_target(tmp_path / "other", attention="torch")
     with pytest.raises(UsageError, match="holds other hidden states: target_fingerprint "):
@@ -196,26 +201,27 @@ def test_damaged_shard_is_refused(folder, target, rows, kind):
     assert torch.equal(write_cache(folder, target, rows).hidden(ALL), Computed(target, rows).hidden(ALL))
 
 
-def test_damaged_index_is_refused(folder, target, rows):
-    write_cache(folder, target, rows)
-    index = folder / "index.json"
-    for change, message in (
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
         ({"rows_per_shard": 0}, "rows_per_shard"),
         ({"dtype": "float8"}, "dtype float8"),
         ({"format_version": 2}, "format_version"),
         ({"colour": 1}, "colour 1"),
-    ):
-        values = json.loads(index.read_text())
-        index.write_text(json.dumps({**values, **change}))
-        with pytest.raises(UsageError, match=message):
-            write_cache(folder, target, rows)
-        index.write_text(json.dumps(values))
-    index.write_text("not json")
-    with pytest.raises(MtpcError, match=r"index.json: cannot be read as JSON"):
+        ("not json", r"index.json: cannot be read as JSON"),
+        (None, r"shard-00000.safetensors is not usable"),  # of other data: the shards hold the fingerprints, too
+    ],
+)
+def test_damaged_index_is_refused(folder, target, rows, change, message):
+    write_cache(folder, target, rows)
+    index = folder / "index.json"
+    if change is None:
+        index.unlink()
+        rows = rows._replace(tokens=rows.tokens ^ 1)
+    else:
+        index.write_text(change if change == "not json" else json.dumps({**json.loads(index.read_text()), **change}))
+    with pytest.raises(MtpcError, match=message):
         write_cache(folder, target, rows)
-    index.unlink()  # the shards hold the fingerprints, too
-    with pytest.raises(UsageError, match=r"shard-00000.safetensors is not usable"):
-        write_cache(folder, target, rows._replace(tokens=rows.tokens ^ 1))
 
 
 def test_states_beyond_the_dtype_are_refused(folder, target, rows, monkeypatch):

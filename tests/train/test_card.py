@@ -33,7 +33,7 @@ def make(tmp_path: Path, figures: dict, run: dict, **changes: object) -> dict:
     return provenance(options, head, options.verifier or options.target, figures, run)
 
 
-def test_a_record_holds_what_repeats_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_holds_what_repeats_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/opt/bin/vllm-mtpc", "train", "--data", "a b.txt", "--out", "/home/me/head"])
     values = json.loads(json.dumps(make(tmp_path, {"t1": T1}, RUN, seed=7)))
     assert values["command"] == "vllm-mtpc train --data 'a b.txt' --out head"
@@ -42,12 +42,9 @@ def test_a_record_holds_what_repeats_the_run(tmp_path: Path, monkeypatch: pytest
     assert set(TrainOptions.model_fields) <= set(values["settings"])
     assert values["head"]["num_components"] == 32 and values["run"]["steps"] == 1300
     assert {"commit", "hardware"} <= set(values)
-
-
-def test_command_is_recorded_as_typed_also_of_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/lib/vllm_mtpc/__main__.py", "train"])
     assert make(tmp_path, {}, RUN)["command"] == "python -m vllm_mtpc train"
-    values = make(tmp_path, {}, {**RUN, "command": "vllm-mtpc train --data '/data/a b.txt'"})
+    values = make(tmp_path, {}, {**RUN, "command": "vllm-mtpc train --data '/data/a b.txt'"})  # of a worker
     assert values["command"] == "vllm-mtpc train --data 'a b.txt'" and "command" not in values["run"]
 
 
@@ -61,22 +58,6 @@ def test_absolute_paths_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for text in (json.dumps(values), head_card(values)):
         assert str(tmp_path) not in text and "/etc" not in text and "/var" not in text
     assert public(["a/b", "../c", 3, None, "--x=1"]) == ["a/b", "../c", 3, None, "--x=1"]
-
-
-def test_card_has_results_definitions_and_training(tmp_path: Path) -> None:
-    card = head_card(make(tmp_path, {"t1": T1, "t0": T0}, RUN, components=8, beta=0.25))
-    lines = card.splitlines()
-    assert "|  | T=1 | T=0 |" in lines
-    assert "| Tokens/step | **1.750** (s.e. 0.031) | **2.500** (s.e. 0.031) |" in lines
-    assert "| Accepted up to 1 | 0.500 | 0.800 |" in lines and "| Accepted up to 2 | 0.250 |  |" in lines
-    assert "| Tokens of a step started anywhere | 1.812 | 1.812 |" in lines
-    assert "| Bits per token, the head's joint | 3.250 | 3.250 |" in lines
-    assert "| Sequences / contexts | 6 / 123 | 6 / 123 |" in lines
-    assert "includes the target's own token" in card and "s.e.: standard error over sequences" in card
-    for part in ("54,321 tokens of 9 documents", "1,300 steps of 4,096 windows", "5,031 window tokens/s", "1.50 GiB"):
-        assert part in card
-    assert "3.2 minutes" in card and "2 process(es)" in card and "seed 0" in card
-    assert "untrained" not in card and "Not measured" not in card
 
 
 def test_front_matter_has_the_keys_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,31 +79,34 @@ def test_front_matter_has_the_keys_of_the_hub(tmp_path: Path, monkeypatch: pytes
     assert found == [("Tokens/step at T=1", 1.75), ("Tokens/step at T=0", 2.5)] and measured.license == "mit"
 
 
-def test_card_has_the_commands_to_serve(tmp_path: Path) -> None:
-    card = head_card(make(tmp_path, {}, RUN))
-    assert "\nvllm serve head\n" in card
-    typed = next(line for line in card.splitlines() if "--speculative-config" in line)
-    words = shlex.split(typed)
-    assert words[:3] == ["vllm", "serve", "org/model"] and json.loads(words[4]) == {"method": "mtpc", "model": "head"}
-    layers = head_card(make(tmp_path, {}, RUN, lora_layers=2))
-    assert "last 2 layers" in layers and "Model Runner V2 alone" in layers and "vllm serve head" in layers
+ROWS = [  # rows and sentences of a measured head's card
+    "|  | T=1 | T=0 |\n", "| Tokens/step | **1.750** (s.e. 0.031) | **2.500** (s.e. 0.031) |\n",
+    "| Accepted up to 1 | 0.500 | 0.800 |\n", "| Accepted up to 2 | 0.250 |  |\n",
+    "| Tokens of a step started anywhere | 1.812 | 1.812 |\n", "| Bits per token, the head's joint | 3.250 | 3.250 |\n",
+    "| Sequences / contexts | 6 / 123 | 6 / 123 |\n", "includes the target's own token",
+    "54,321 tokens of 9 documents", "1,300 steps of 4,096 windows", "5,031 window tokens/s", "1.50 GiB", "3.2 minutes",
+    "2 process(es)", "seed 0", "standard error over sequences",
+]  # fmt: skip
 
 
-def test_card_states_missing_measurement_or_training(tmp_path: Path) -> None:
-    unmeasured, untrained = (head_card(make(tmp_path, {}, run)) for run in (RUN, {"steps": 0}))
-    assert "**Not measured**" in unmeasured and "vllm-mtpc eval head --data DATA" in unmeasured
-    assert "## Training" in unmeasured and "untrained" not in unmeasured
-    assert "**This head is untrained**" in untrained and "## Training" not in untrained
-    assert "vllm serve head" in untrained and "| Tokens/step" not in untrained
-
-
-def test_card_links_existing_plots(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("figures", "run", "changes", "present", "absent"),
+    [
+        ({"t1": T1, "t0": T0}, RUN, {"components": 8, "beta": 0.25}, ROWS, ["untrained", "Not measured"]),
+        ({}, RUN, {}, ["**Not measured**", "head --data DATA", "](loss.png)"], ["untrained", "acceptance.png"]),
+        ({}, RUN, {"lora_layers": 2}, ["last 2 layers", "Model Runner V2 alone", "## Training"], []),
+        ({}, {"steps": 0}, {}, ["**This head is untrained**"], ["## Training", "| Tokens/step", "loss.png"]),
+    ],
+)
+def test_card_shows_what_is_known(tmp_path: Path, figures, run, changes, present, absent) -> None:
     assert "](loss.png)" not in head_card(make(tmp_path, {}, RUN))
     (tmp_path / "head").mkdir()
-    (tmp_path / "head" / "loss.png").touch()
-    card = head_card(make(tmp_path, {}, RUN))
-    assert "](loss.png)" in card and "acceptance.png" not in card
-    assert "loss.png" not in head_card(make(tmp_path, {}, {"steps": 0}))  # left by an earlier run
+    (tmp_path / "head" / "loss.png").touch()  # of an earlier run, where nothing is trained
+    card = head_card(make(tmp_path, figures, run, **changes))
+    assert [part for part in [*present, "\nvllm serve head\n"] if part not in card] == []
+    assert [part for part in absent if part in card] == []
+    words = shlex.split(next(line for line in card.splitlines() if "--speculative-config" in line))
+    assert words[:3] == ["vllm", "serve", "org/model"] and json.loads(words[4]) == {"method": "mtpc", "model": "head"}
 
 
 def test_docs_list_exactly_the_options(root: Path) -> None:

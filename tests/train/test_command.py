@@ -14,24 +14,27 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaModel
 
+from benchmarks.demo import corpus
 from benchmarks.demo.byte_target import build_tokenizer
 from tests.support.training import flags, losses, record_of, refused, train
-from vllm_mtpc import progress
+from vllm_mtpc import demo, progress
 from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.cli import main
 from vllm_mtpc.hf import load_target
 from vllm_mtpc.train import command, run
 from vllm_mtpc.train.options import parse
 
+DRAFT_LAYERS = {"head": "backbone", "component_rank": 2}
 FEW = {"out": "none", "window": 4, "seq_len": 64, "windows_per_step": 16}
 
 
-def test_run_writes_all_files(place, capsys):
+def test_run_writes_all_files_and_logs_lines(place, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0)
     out = train(place, "head")
     config, _ = load_head(out)
     assert (config.circuit, config.window, config.num_components) == ("btree", 4, 2)
     assert config.speculators_config.verifier.name_or_path == "../target"
-    record, printed = record_of(out), capsys.readouterr().out
+    record, (printed, logged) = record_of(out), capsys.readouterr()
     assert record["settings"]["num_components"] == 2
     for name in ("t1", "t0"):
         figure = record["figures"][name]["tokens_per_step"]
@@ -43,6 +46,10 @@ def test_run_writes_all_files(place, capsys):
     }  # fmt: skip
     assert f"vllm serve {out}" in printed
     assert f"vllm-mtpc doctor {out}" in printed
+    logged = logged.partition("tokenising")[2]  # what comes before is of transformers
+    assert logged and "\r" not in logged
+    for step in range(1, 5):
+        assert any(line.startswith(f"btree: {step}/4 step, ") and "loss=" in line for line in logged.splitlines())
     assert main(["inspect", str(out)]) == 0
 
 
@@ -97,32 +104,22 @@ def test_dry_run_writes_a_servable_head(place, capsys):
     assert "untrained head written" in capsys.readouterr().out
 
 
-def test_a_dry_run_does_not_replace_what_was_learnt(place, capsys):
-    out = train(place, "learnt", evaluation_sequences=0)
-    for _ in range(2):
-        before = files_of(out)
-        error = refused(capsys, place, "learnt", dry_run=True)
-        assert "holds a head, which --dry-run would replace with an untrained one; type another --out" in error
-        assert files_of(out) == before
-        (out / "provenance.json").unlink(missing_ok=True)  # a head of which nothing is known
-
-
-def test_a_run_does_not_replace_another_run_s_state(place, capsys, monkeypatch):
-    before = files_of(train(place, "started", evaluation_sequences=0))
+def test_finished_run_is_kept_and_resumed(place, capsys, monkeypatch):
+    out = train(place, "finished", evaluation_sequences=0)
+    before = files_of(out)
     monkeypatch.setattr(command, "with_responses", lambda options: pytest.fail("responses were written first"))
     for changes in ({}, {"seed": 1}, {"regenerate": 4}):
-        error = refused(capsys, place, "started", **changes)
+        error = refused(capsys, place, "finished", **changes)
         assert "holds the state of another run (state); type --resume to go on with it, or another" in error
-    assert files_of(place / "started") == before
-
-
-def test_a_finished_run_is_resumed_without_its_metrics(place):
-    out = train(place, "finished", evaluation_sequences=0)
-    weights = (out / "model.safetensors").read_bytes()
+    error = refused(capsys, place, "finished", dry_run=True)
+    assert "holds a head, which --dry-run would replace with an untrained one; type another --out" in error
+    assert files_of(out) == before
+    (out / "provenance.json").unlink()  # a head of which nothing is known
+    assert "holds a head, which --dry-run would replace" in refused(capsys, place, "finished", dry_run=True)
     for name in ("metrics.jsonl", "model.safetensors"):
         (out / name).unlink()
     train(place, "finished", evaluation_sequences=0, resume=True)
-    assert (out / "model.safetensors").read_bytes() == weights
+    assert (out / "model.safetensors").read_bytes() == before[out / "model.safetensors"]
     run_record = record_of(out)["run"]
     assert run_record["steps"] == 4 and run_record["peak_memory_bytes"] > 0
 
@@ -178,17 +175,6 @@ def test_ray_trains_as_one_process(place):
     assert losses(place / "ray") == pytest.approx(losses(alone), abs=1e-5)
 
 
-def test_draft_layers_are_written_with_their_head(place, capsys):
-    out = train(place, "layers", lora_layers=1)
-    assert load_head(out)[0].lora_layers == 1
-    adapters = load_file(out / "adapter_model.safetensors")
-    assert any(bool(value.any()) for name, value in adapters.items() if "lora_B" in name)  # they start at zero
-    words = [str(out), "--data", str(place / "text.jsonl"), "--prompt-tokens", "8", "--new-tokens", "12"]
-    assert main(["eval", *words, "--sequences", "4", "--device", "cpu"]) == 0
-    assert "tokens/step, expected" in capsys.readouterr().out
-    assert record_of(out)["figures"]["t1"]["tokens_per_step"] >= 1
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -219,7 +205,7 @@ def test_paths_are_checked_before_weights_are_loaded(place, capsys, monkeypatch,
         ({"expander_rank": 8}, "expander_rank=8 is not an option of head 'linear'"),
         ({"num_speculative_tokens": 4}, "at most 3 can be drafted"),
         ({"init_from": "{place}/small"}, "cannot start from a head of"),
-        ({"head": "backbone", "component_rank": 2, "init_from": "{place}/small"}, "cannot start from a LinearHead"),
+        ({**DRAFT_LAYERS, "init_from": "{place}/small"}, "cannot start from a LinearHead"),
         ({"head": "ptp", "init_from": "{place}/small"}, "a head of method mtpc; a PTP head starts from a PTP head"),
         ({"head": "ptp", "baseline": "{place}/small"}, "not a trained and measured head of variant independent"),
         ({"data": "{place}/keys.jsonl"}, "keys.jsonl:1: keys prompt; a record must be one of"),
@@ -230,6 +216,10 @@ def test_paths_are_checked_before_weights_are_loaded(place, capsys, monkeypatch,
         ({"seq_len": 1024}, "reads at most 512 tokens; set seq_len to that or less, or leave it out"),
         ({"target": "no/such-model"}, "causal language model"),
         ({"init_from": "nowhere"}, "no head at nowhere"),
+        ({"out": "{place}/target"}, "holds another model's config.json"),
+        ({"head": "backbone", "component_rank": 0}, "components=2 needs component_rank"),
+        ({**DRAFT_LAYERS, "aux_hidden_state_layer_ids": 3}, "rising numbers from 0 to 2"),
+        ({**DRAFT_LAYERS, "lora_layers": 1}, "lora_layers=1 with head 'backbone'"),
     ],
 )
 def test_options_are_checked_before_weights_are_loaded(place, capsys, monkeypatch, changes, message):
@@ -239,7 +229,8 @@ def test_options_are_checked_before_weights_are_loaded(place, capsys, monkeypatc
         train(place, "small", window=3, dry_run=True)
     monkeypatch.setattr(run, "load_target", lambda *given: pytest.fail("weights were loaded"))
     monkeypatch.setattr(run, "find_spec", lambda name: None)
-    error = refused(capsys, place, "refused", **{key: str(value).format(place=place) for key, value in changes.items()})
+    given = {"out": "refused"} | {key: str(value).format(place=place) for key, value in changes.items()}
+    error = refused(capsys, place, **given)
     assert error.startswith("vllm-mtpc: error: ") and message in error
     assert not (place / "refused").exists()
 
@@ -262,14 +253,7 @@ def test_run_of_minutes_writes_a_head(place):
     assert main(["inspect", str(out)]) == 0
 
 
-def test_default_rate_and_row_fit_the_target(place):
-    out = train(place, "defaults", evaluation_sequences=0, max_steps=1, learning_rate=None, seq_len=None)
-    settings = record_of(out)["settings"]
-    assert settings["learning_rate"] == pytest.approx(1.2 / 32, rel=0.02)  # two digits are kept
-    assert settings["seq_len"] == 512
-
-
-def test_short_run_reads_part_of_the_data(place, capsys, monkeypatch):
+def test_short_run_reads_part_of_the_data_at_default_rate(place, capsys, monkeypatch):
     """Two steps of 16 windows, 16 bytes each, are 512 of the text's 2,000 bytes; many steps read all of it."""
     monkeypatch.setattr(run, "MIN_BYTES", 0)
     named = {"target": str(place / "target"), "data": [str(place / "text.jsonl")]}
@@ -277,17 +261,11 @@ def test_short_run_reads_part_of_the_data(place, capsys, monkeypatch):
     for steps in (2, 10000):
         read[steps] = run.read_data(parse(FEW | named | {"max_steps": steps}), target)[1].documents
     assert 2 < read[2] < read[10000] / 2 and read[10000] > 20
-    train(place, "short", max_steps=2, windows_per_step=16, evaluation_sequences=0)
+    few = {"max_steps": 2, "windows_per_step": 16, "evaluation_sequences": 0}
+    settings = record_of(train(place, "short", **few, learning_rate=None, seq_len=None))["settings"]
     assert "MB are read, which 2 steps need" in capsys.readouterr().out
-
-
-def test_progress_is_logged_as_lines(place, capsys, monkeypatch):
-    monkeypatch.setattr(progress, "LINE_SECONDS", 0)
-    train(place, "logged", evaluation_sequences=0)
-    said = capsys.readouterr().err.partition("tokenising")[2]  # what stands before is of transformers
-    assert said and "\r" not in said
-    for step in range(1, 5):
-        assert any(line.startswith(f"btree: {step}/4 step, ") and "loss=" in line for line in said.splitlines())
+    assert settings["learning_rate"] == pytest.approx(1.2 / 32, rel=0.02)  # two digits are kept
+    assert settings["seq_len"] == 512
 
 
 def test_target_without_lm_head_is_refused(place, capsys):
@@ -299,5 +277,18 @@ def test_target_without_lm_head_is_refused(place, capsys):
     assert "have no lm_head.weight (1 tensors of LlamaForCausalLM are missing)" in error
 
 
-def test_folder_of_another_model_is_not_overwritten(place, capsys):
-    assert "holds another model's config.json" in refused(capsys, place, "target")
+@pytest.mark.slow
+def test_btree_beats_cp_beats_ff(tmp_path):
+    """Three trainings of 300 steps, minutes on a CPU; seeds are fixed, and the gaps are several standard errors."""
+    corpus.write_jsonl(corpus.load(), tmp_path)
+    found = {}
+    for circuit, components in (("ff", 1), ("cp", 8), ("btree", 8)):
+        words = ["--target", str(demo.path("target")), "--circuit", circuit, "--components", str(components)]
+        words += ["--data", str(tmp_path / "valid.jsonl"), "--out", str(tmp_path / circuit)]
+        words += ["--window", "8", "--max-steps", "300", "--windows-per-step", "384", "--learning-rate", "0.005"]
+        words += ["--seq-len", "256", "--evaluation-sequences", "192", "--block-rows", "400", "--device", "cpu"]
+        assert main(["train", *words]) == 0
+        found[circuit] = record_of(tmp_path / circuit)["figures"]["t1"]
+    figures = {circuit: values["tokens_per_step"] for circuit, values in found.items()}
+    assert figures["btree"] > figures["cp"] + 2 * found["cp"]["standard_error"], figures
+    assert figures["cp"] > figures["ff"] + 2 * found["ff"]["standard_error"], figures

@@ -128,22 +128,7 @@ def test_gradient_equals_enumeration(circuit, case):
             assert learnt[number].grad.view(-1)[index].item() == pytest.approx(slope, abs=1e-7)
 
 
-@pytest.mark.parametrize("case", ["nll", "kl", "mixed"])
-def test_chunks_give_the_same_loss_and_gradient(case):
-    """Chunked and recomputed, or at once: the same loss and gradient, and the default chunk fits its budget."""
-    losses, gradients = [], []
-    generator = torch.Generator().manual_seed(1)
-    hidden, distribution = torch.randn(B, 8, generator=generator), target_distribution().float()
-    for chunk in (None, 2, 1):
-        o = options("hmm", chunk_windows=chunk, **CASES[case])
-        head = head_of(o)
-        loss = step_loss(head, hidden.__getitem__, TOKENS, COUNTS, lambda piece: distribution[piece], o)
-        loss.backward()
-        losses.append(loss.item())
-        gradients.append(torch.cat([parameter.grad.flatten() for parameter in head.parameters()]))
-    for loss, gradient in zip(losses[1:], gradients[1:], strict=True):
-        assert loss == pytest.approx(losses[0], abs=1e-6)  # float32 sums in another order
-        torch.testing.assert_close(gradient, gradients[0], atol=1e-6, rtol=1e-4)
+def test_default_chunk_fits_its_budget():
     assert chunk_size(options("hmm"), SimpleNamespace(vocab_size=32000)) * N * R * 32000 * 16 <= 1 << 30
 
 

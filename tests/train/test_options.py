@@ -20,21 +20,13 @@ def typed(*words: str) -> TrainOptions:
     return command.read_options(parser.parse_args(words))
 
 
-def test_every_option_has_flag_and_help():
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    flags = {flag for action in parser._actions for flag in action.option_strings}
-    for name, field in TrainOptions.model_fields.items():
-        assert f"--{name.replace('_', '-')}" in flags
-        assert field.description
-    assert "--max-steps" in parser.format_help()
-
-
-def test_help_starts_with_required_options(monkeypatch):
+def test_help_has_all_options_and_starts_with_required_ones(monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     parser = argparse.ArgumentParser(prog="train")
     command.add_arguments(parser)
-    text = parser.format_help()
+    text, flags = parser.format_help(), {flag for action in parser._actions for flag in action.option_strings}
+    for name, field in TrainOptions.model_fields.items():
+        assert f"--{name.replace('_', '-')}" in flags and field.description
     assert text.startswith("usage: train --target MODEL --data DATA... --out FOLDER [options]\n")
     assert len(text.splitlines()) < 150 and " X " not in text
     begins = [text.index(f"\n{title}:\n") for title in TrainOptions.groups.values()]
@@ -44,18 +36,13 @@ def test_help_starts_with_required_options(monkeypatch):
     assert places == sorted(places) and begins[0] < places[0] and places[2] < begins[1] < places[3]
 
 
-def test_flags_are_converted():
-    o = typed("--target", "t", "--data", "a", "b", "--out", "o", "--window", "8", "--gamma", "0.5", "--train-first",
-              "--cache", "c", "--dry-run")  # fmt: skip
-    assert (o.data, o.window, o.gamma, o.train_first) == (["a", "b"], 8, 0.5, True)
-    assert (o.cache, o.dry_run, o.out) == (Path("c"), True, Path("o"))
-
-
-def test_flags_take_precedence_over_file(tmp_path):
+def test_flags_are_converted_and_take_precedence_over_file(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("target: t\ndata: [d]\nout: o\nwindow: 8\ncircuit: hmm\n")
-    o = typed("--config", str(file), "--window", "4")
-    assert (o.window, o.circuit) == (4, "hmm")
+    o = typed("--config", str(file), "--data", "a", "b", "--window", "4", "--gamma", "0.5", "--train-first", "--cache",
+              "c", "--dry-run")  # fmt: skip
+    assert (o.data, o.window, o.gamma, o.train_first, o.circuit) == (["a", "b"], 4, 0.5, True, "hmm")
+    assert (o.cache, o.dry_run, o.out) == (Path("c"), True, Path("o"))
 
 
 @pytest.mark.parametrize(
@@ -71,9 +58,26 @@ def test_flags_take_precedence_over_file(tmp_path):
         ("kl: reverse\nbeta: 0", "beta is 0: give it a share"),
         ("lora_layers: 1\ncache: c", "leave out cache"),
         ("lora_layers: 3", "lora_layers"),
+        ("freeze_backbone: true", "freeze_backbone needs a trained backbone"),
+        ("head: backbone\ntrain_first: true", "train_first with head backbone"),
         ("lora_rank: 8", "lora_rank is of draft layers: remove lora_rank, or set lora_layers to 1, 2 or 4"),
         ("lora_alpha: 8", "lora_alpha is of draft layers"),
         ("data: [a.txt, b/*.jsonl]\nsplit: test", "split='test' is an option of data sets"),
+        ("target: [", "cannot be read as YAML"),
+        ("head: ptp\ncircuit: hmm", "circuit is an option of circuits: remove circuit, or set another head"),
+        ("head: ptp\ncomponents: 8", "components is an option of circuits"),
+        ("head: ptp\nacceptance: 0.5", "acceptance is an option of circuits"),
+        ("head: ptp\nlora_layers: 2", "lora_layers is an option of circuits"),
+        ("head: ptp\ncache: c", "cache is an option of circuits"),
+        ("variant: c-ptp", "variant is an option of PTP heads: remove variant, or set head ptp"),
+        ("head: mlp\ntemperature: 0.5", "temperature is an option of PTP heads"),
+        ("head: ptp\nptp_loss: inverse", "ptp_loss 'inverse' with variant 'o-ptp': allowed are ce, bce; set"),
+        ("head: ptp\nptp_loss: kl", "ptp_loss 'kl' with variant 'o-ptp': allowed are ce, bce; set"),
+        ("head: ptp\nvariant: c-ptp\nptp_loss: ce", "allowed are kl, reverse-kl, inverse"),
+        ("head: ptp\nvariant: independent\nbaseline: b", "it is the baseline itself; remove baseline"),
+        ("head: ptp\nu_embedding: bits", "unknown u_embedding 'bits'"),
+        ("head: ptp\nu_features: 8", "u_features=8 is not an option of u_embedding 'ieee'"),
+        ("head: ptp\ntemperature: 0", "temperature"),
     ],
 )
 def test_errors_are_one_line(tmp_path, text, message):
@@ -84,18 +88,19 @@ def test_errors_are_one_line(tmp_path, text, message):
     assert "\n" not in str(caught.value)
 
 
-def test_bad_file_is_refused(tmp_path):
-    file = tmp_path / "run.yaml"
-    for text, message in (
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
         (None, "cannot be read"),
-        ("target: [", "cannot be read as YAML"),
         ("- a", "holds a list; a mapping is expected"),
         ("target: t", "--data, --out missing; type: vllm-mtpc train"),
-    ):
-        if text:
-            file.write_text(text)
-        with pytest.raises(MtpcError, match=message):
-            typed("--config", str(file))
+    ],
+)
+def test_bad_file_is_refused(tmp_path, text, message):
+    if text:
+        (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(MtpcError, match=message):
+        typed("--config", str(tmp_path / "run.yaml"))
 
 
 @pytest.mark.parametrize(

@@ -94,29 +94,20 @@ def test_second_signal_ends_process_at_once(monkeypatch) -> None:
         assert ended == [signal.SIGTERM] and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_states_are_saved_by_minutes(tiny_target, tmp_path: Path, monkeypatch) -> None:
-    """A step takes a minute by this clock: at three minutes a state, after every third step, and the last one."""
-    trainer = make_trainer(options_for(tiny_target, tmp_path, save_minutes=3, max_steps=7), tiny_target)
-    trainer.stopping._saved_at, saved, save = 0.0, [], trainer.save_state
+def test_minutes_save_and_end_run_with_lowered_rate(tiny_target, tmp_path: Path, monkeypatch) -> None:
+    """A step takes a minute by this clock: a state after every third step, and after the last one."""
+    options = options_for(tiny_target, tmp_path, minutes=7, save_minutes=3, epochs=None, max_steps=None)
+    trainer = make_trainer(options, tiny_target)
+    trainer.stopping._began, trainer.stopping._saved_at, saved, save = 0.0, 0.0, [], trainer.save_state
     monkeypatch.setattr(state.time, "monotonic", lambda: 60.0 * trainer.step)
     monkeypatch.setattr(trainer, "save_state", lambda: saved.append(trainer.step) or save())
     trainer.train()
-    assert saved == [3, 6, 7]
-
-
-def test_minutes_end_run_with_state_and_lowered_rate(tiny_target, tmp_path: Path, monkeypatch) -> None:
-    """A step takes a minute by this clock."""
-    options = options_for(tiny_target, tmp_path, minutes=5, epochs=None, max_steps=None)
-    trainer = make_trainer(options, tiny_target)
-    trainer.stopping._began = 0.0
-    monkeypatch.setattr(state.time, "monotonic", lambda: 60.0 * trainer.step)
-    trainer.train()
-    assert trainer.step == 5 and trainer.stopping.signal == 0
-    assert state.read_state(tmp_path / "state")["step"] == 5
+    assert saved == [3, 6, 7] and trainer.stopping.signal == 0
+    assert state.read_state(tmp_path / "state")["step"] == 7
     rates = [line["learning_rate"] / options.learning_rate for line in read_metrics(tmp_path / "metrics.jsonl")]
-    # the cosine of 0, 1/5, ... of the time; the warm-up takes a quarter of it
-    fall = [0.55 + 0.45 * math.cos(math.pi * part / 5) for part in range(5)]
-    assert rates == pytest.approx([fall[0] / 30, 4 / 5 * fall[1], *fall[2:]])
+    # the cosine of 0, 1/7, ... of the time; the warm-up takes a quarter of it
+    fall = [0.55 + 0.45 * math.cos(math.pi * part / 7) for part in range(7)]
+    assert rates == pytest.approx([fall[0] / 30, 4 / 7 * fall[1], *fall[2:]])
 
 
 RANK = """

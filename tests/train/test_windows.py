@@ -109,6 +109,9 @@ def test_resumed_windows_skip_earlier_states():
     late = source()
     next(late.batches(whole.steps_of(whole.blocks(0)[0])))  # the first step of the second block
     assert late.source.asked == [whole.blocks(0)[1].tolist()]
+    one = source(block_rows=100)  # a single block is computed once
+    seen(one.batches(), 3 * one.steps_per_epoch())
+    assert len(one.source.asked) == 1
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -124,12 +127,6 @@ def test_processes_divide_every_step(world):
         batches = source(rank=rank, world=world).batches()
         counts.append([next(batches).counts.tolist() for _ in range(12)])
     assert all(count == counts[0] for count in counts)  # every process knows the counts of the whole step
-
-
-def test_block_is_computed_once():
-    one = source(block_rows=100)
-    seen(one.batches(), 3 * one.steps_per_epoch())
-    assert len(one.source.asked) == 1
 
 
 def test_data_without_window_is_refused():

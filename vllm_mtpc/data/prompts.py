@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
+from vllm_mtpc import demo
 from vllm_mtpc.data.sources import chat_prompt, read_records
 from vllm_mtpc.errors import UsageError
 
@@ -19,8 +20,6 @@ def held_out(count: int, length: int = 200) -> list[str]:
 
     They are always the same, taken in turn from every document, from its middle on.
     """
-    from vllm_mtpc import demo
-
     snippets: list[list[str]] = []
     for document in demo.held_out(demo.texts()):
         parts = [document[found.start() : found.start() + length] for found in _OPENING.finditer(document)]

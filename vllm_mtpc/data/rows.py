@@ -130,9 +130,8 @@ def _place(lengths: np.ndarray, seq_len: int, generator: np.random.Generator) ->
 
 
 def _warn_short(rows: Rows, window: int) -> str | None:
-    flat = np.concatenate([[False], eligible(rows).numpy().ravel()])  # no window starts at the end of a row
-    edges = np.flatnonzero(flat[1:] != flat[:-1])  # first and last position of each run of targets
-    longest = int((edges[1::2] - edges[::2]).max())
+    ends = np.flatnonzero(~eligible(rows).numpy().ravel())  # no window starts at the end of a row
+    longest = int(np.diff(ends, prepend=-1).max()) - 1  # targets between two of them
     if longest >= window:
         return None
     return (

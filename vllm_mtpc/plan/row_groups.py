@@ -153,7 +153,7 @@ def choose_groups(accepted: Sequence[float], num_drafts: int, budget: int, varia
         variant: "o-ptp", "c-ptp", "late" or "independent".
     """
     chain = _Chain(accepted, num_drafts, budget, variant)
-    if budget >= chain.full_budget:
+    if budget >= (num_drafts + 1) * chain.most:
         return chain.table(np.full(num_drafts + 1, chain.most))
     tables = [chain.table(chain.improved(start)) for start in chain.starts()]
     return max(tables, key=lambda table: table.expected_tokens)
@@ -174,7 +174,6 @@ class _Chain:
         chances = np.asarray(accepted, float)
         self.drafts, self.budget, self.variant = num_drafts, budget, variant
         self.most = num_drafts + VARIANTS[variant]  # rows of a group that are of use
-        self.full_budget = (num_drafts + 1) * self.most
         cumulative = np.zeros(max(num_drafts + 1, len(chances)))
         cumulative[: len(chances)] = chances[::-1].cumsum()[::-1] / chances.sum()
         cumulative = np.minimum.accumulate(cumulative[: num_drafts + 1])  # S_0 = 1, ..., S_K
@@ -192,14 +191,6 @@ class _Chain:
         system = np.eye(step.shape[-1]) - step + 1
         visits = np.linalg.solve(system.swapaxes(-1, -2), np.ones((*step.shape[:-1], 1)))[..., 0]
         return (visits * self.tokens[drafts]).sum(-1), visits
-
-    def values(self, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the stationary distribution of d [K + 1], and w [K + 1] (see the module)."""
-        tokens, visits = self.stationary(sizes)
-        drafts = drafts_of_rows(sizes, self.variant)
-        step = self.transition[drafts]
-        ahead = np.linalg.solve(np.eye(len(step)) - step + visits, self.tokens[drafts] - tokens)  # [d]
-        return visits, self.tokens + self.transition @ ahead
 
     def table(self, sizes: np.ndarray) -> GroupTable:
         sizes = np.where(sizes > VARIANTS[self.variant], sizes, 0)
@@ -219,19 +210,21 @@ class _Chain:
             yield np.minimum(random.multinomial(self.budget, shares), self.most)
 
     def improved(self, sizes: np.ndarray) -> np.ndarray:
-        tokens = self.stationary(sizes)[0]
         for _ in range(MAX_ROUNDS):
             better = self.exchanged(sizes)
-            gained = self.stationary(better)[0]
-            if gained <= tokens + 1e-12:
+            if self.stationary(better)[0] <= self.stationary(sizes)[0] + 1e-12:
                 break
-            sizes, tokens = better, gained
+            sizes = better
         return sizes
 
     def exchanged(self, sizes: np.ndarray) -> np.ndarray:
         """Return the best table in which one group gives rows to another."""
-        visits, worth = self.values(sizes)
-        worth = visits[:, None] * worth[drafts_of_rows(np.arange(self.most + 1), self.variant)]  # [d, rows]
+        tokens, visits = self.stationary(sizes)
+        drafts = drafts_of_rows(sizes, self.variant)
+        step = self.transition[drafts]
+        ahead = np.linalg.solve(np.eye(len(step)) - step + visits, self.tokens[drafts] - tokens)  # [d]
+        values = self.tokens + self.transition @ ahead  # w of the module, [v]
+        worth = visits[:, None] * values[drafts_of_rows(np.arange(self.most + 1), self.variant)]  # [d, rows]
         giver, taker, left = np.meshgrid(*map(np.arange, (len(sizes), len(sizes), self.most)), indexing="ij")
         possible = (giver != taker) & (left < sizes[giver]) & (sizes[taker] < self.most)
         giver, taker, left = giver[possible], taker[possible], left[possible]

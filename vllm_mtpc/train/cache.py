@@ -15,7 +15,8 @@ import errno
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -74,61 +75,45 @@ class HiddenSource(Protocol):
     def hidden(self, row_indices: Tensor) -> Any: ...
 
 
+@dataclass
 class Computed:
-    """States that the target computes at every call.
+    """States that the target computes at every call."""
 
-    Args:
-        target: The target.
-        rows: Packed rows, [N, S].
-        dtype: Of the states; None: the target's.
-        layer: Return the input of this decoder layer (0 is the first) in place of the states after the final norm.
-        layers: Return the states after these numbers of layers in front of the final ones: [B, S, (m + 1) D].
-    """
+    target: Target
+    rows: Rows  # [N, S]
+    dtype: Any = None  # torch.dtype of the states; None: the target's
+    layer: int | None = None  # return the input of this decoder layer (0 is the first), not the final states
+    layers: Sequence[
+        int
+    ] = ()  # return the states after these numbers of layers before the final ones, [B, S, (m + 1) D]
 
-    def __init__(
-        self,
-        target: Target,
-        rows: Rows,
-        dtype: torch.dtype | None = None,
-        layer: int | None = None,
-        layers: Sequence[int] = (),
-    ) -> None:
-        self.target, self.rows, self.dtype = target, rows, dtype or target.dtype
-        self.layer, self.layers = layer, list(layers)
-        self.hidden_size = (len(self.layers) + 1) * target.hidden_size
+    def __post_init__(self) -> None:
+        self.dtype = self.dtype or self.target.dtype
+        self.hidden_size = (len(self.layers) + 1) * self.target.hidden_size
 
     def hidden(self, row_indices: Tensor) -> Tensor:
         """Return the states, [B, S, D], of rows[row_indices [B]] on the target's device; state t predicts t + 1."""
         shape = len(row_indices), self.rows.tokens.shape[1], self.hidden_size
         states = torch.empty(shape, dtype=self.dtype, device=self.target.device)
+        layers = self.layers if self.layer is None else [self.layer]
         with Bar(total=shape[0], desc="hidden states", unit="row", leave=False, disable=shape[0] < SLOW_ROWS) as bar:
             for first in range(0, shape[0], BATCH_ROWS):
-                part = self._batch(row_indices[first : first + BATCH_ROWS].cpu())
-                states[first : first + BATCH_ROWS] = part
-                bar.update(len(part))
+                some = row_indices[first : first + BATCH_ROWS].cpu()
+                document = self.rows.document[some]
+                part = self.target.hidden_with(layers, self.rows.tokens[some], document)[..., : self.hidden_size]
+                padding = (document < 0)[..., None].to(part.device)
+                states[first : first + len(some)] = part.masked_fill(padding, 0)
+                bar.update(len(some))
         return states
 
-    def _batch(self, row_indices: Tensor) -> Tensor:
-        tokens, document = self.rows.tokens[row_indices], self.rows.document[row_indices]
-        layers = self.layers if self.layer is None else [self.layer]
-        states = self.target.hidden_with(layers, tokens, document)
-        if self.layer is not None:
-            states = states[..., : self.hidden_size]
-        padding = (document < 0).to(states.device)
-        return states.masked_fill(padding[..., None], 0).to(self.dtype)
 
-
+@dataclass
 class HiddenCache:
-    """States of a cache folder; only the requested rows are read.
+    """States of a cache folder; only the requested rows are read."""
 
-    Args:
-        rows: Packed rows, [N, S].
-        shards: Memory-mapped states [R, S, D], all but the last of the same number of rows.
-        device: Of the states that are returned.
-    """
-
-    def __init__(self, rows: Rows, shards: Sequence[Tensor], device: torch.device) -> None:
-        self.rows, self.shards, self.device = rows, shards, device
+    rows: Rows  # [N, S]
+    shards: Sequence[Tensor]  # memory-mapped states [R, S, D], all but the last of the same number of rows
+    device: torch.device  # of the states that are returned
 
     def hidden(self, row_indices: Tensor) -> Tensor:
         """Return the states, [B, S, D], of rows[row_indices [B]] on `device`; hidden[b, t] predicts token t + 1."""
@@ -155,36 +140,51 @@ def write_cache(
         MtpcError: The folder holds other states, a file is damaged, states are not finite in `dtype`, or the disk is
             full. Finished shards are kept.
     """
-    file = folder / INDEX_FILE
+    file, (num_rows, seq_len) = folder / INDEX_FILE, rows.tokens.shape
     given = {"layers": []} | read_json(file) if file.is_file() else {}
     source = Computed(target, rows, dtype or DTYPES.get(given.get("dtype", "")), layers=layers)
-    index = _index(source, given)
+    row_bytes, per_shard = seq_len * source.hidden_size * source.dtype.itemsize, given.get("rows_per_shard")
+    if not isinstance(per_shard, int) or per_shard < 1:
+        per_shard = max(1, SHARD_BYTES // row_bytes)
+    index = {
+        "format_version": 1,
+        "target": given.get("target", target.name),  # the target's name may differ
+        "target_fingerprint": target_fingerprint(target),
+        "data_fingerprint": data_fingerprint(rows),
+        "num_rows": num_rows,
+        "seq_len": seq_len,
+        "hidden_size": source.hidden_size,
+        "dtype": str(source.dtype).removeprefix("torch."),
+        "layer": None,  # states after the final norm
+        "layers": list(layers),
+        "rows_per_shard": per_shard,
+    }
     if differing := [key for key in sorted(given.keys() | index) if given and given.get(key) != index.get(key)]:
         values = (f"{key} {given.get(key)!s:.16} (requested: {index.get(key)!s:.16})" for key in differing)
         raise UsageError(
             f"{folder} holds other hidden states: {', '.join(values)}; name another folder, or delete this one"
         )
     metadata = {"format": "pt", "data": index["data_fingerprint"], "target": index["target_fingerprint"]}
-    parts = torch.arange(len(rows.tokens)).split(index["rows_per_shard"])
-    files = [folder / f"shard-{number:05d}.safetensors" for number in range(len(parts))]
-    shape, states = (index["seq_len"], source.hidden_size), {}
+    parts = torch.arange(num_rows).split(per_shard)
+    files = {folder / f"shard-{number:05d}.safetensors": part for number, part in enumerate(parts)}
+
+    def read(path: Path) -> Tensor:
+        return _read_shard(path, source.dtype, (len(files[path]), seq_len, source.hidden_size), metadata)
+
     try:
-        states = {path: _read_shard(path, source.dtype, (len(part), *shape), metadata)
-                  for path, part in zip(files, parts, strict=True) if path.is_file()}  # fmt: skip
-        left = sum(len(part) for path, part in zip(files, parts, strict=True) if path not in states)
-        _check_room(folder, left * _row_bytes(source))
+        states = {path: read(path) for path in files if path.is_file()}
+        left = sum(len(part) for path, part in files.items() if path not in states)
+        _check_room(folder, left * row_bytes)
         folder.mkdir(parents=True, exist_ok=True)
         if not given:
             replace_file(file, (json.dumps(index, indent=2) + "\n").encode())
-        with Bar(total=len(rows.tokens), initial=len(rows.tokens) - left, desc="hidden states", unit="row") as bar:
-            for path, part in zip(files, parts, strict=True):
-                if path in states:
-                    continue
-                new = _finite_states(source, part, bar)
+        with Bar(total=num_rows, initial=num_rows - left, desc="hidden states", unit="row") as bar:
+            for path in [path for path in files if path not in states]:
+                new = _finite_states(source, files[path], bar)
                 with replacing(path) as (partial,):
                     save_file({"hidden": new}, partial, metadata)
                     partial.chmod(0o644)  # safetensors gives access to the owner only
-                states[path] = _read_shard(path, source.dtype, (len(part), *shape), metadata)
+                states[path] = read(path)
     except (OSError, SafetensorError) as error:  # safetensors wraps the system's errors
         full = getattr(error, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC}" in str(error)
         raise UsageError(
@@ -192,30 +192,6 @@ def write_cache(
             "are intact: free space and run again to continue"
         ) from None
     return HiddenCache(rows, [states[path] for path in files], target.device)
-
-
-def _row_bytes(source: Computed) -> int:
-    return source.rows.tokens.shape[1] * source.hidden_size * source.dtype.itemsize
-
-
-def _index(source: Computed, given: Mapping[str, Any]) -> dict[str, Any]:
-    num_rows, seq_len = source.rows.tokens.shape
-    per_shard = given.get("rows_per_shard")
-    if not isinstance(per_shard, int) or per_shard < 1:
-        per_shard = max(1, SHARD_BYTES // _row_bytes(source))
-    return {
-        "format_version": 1,
-        "target": given.get("target", source.target.name),  # the target's name may differ
-        "target_fingerprint": target_fingerprint(source.target),
-        "data_fingerprint": data_fingerprint(source.rows),
-        "num_rows": num_rows,
-        "seq_len": seq_len,
-        "hidden_size": source.hidden_size,
-        "dtype": str(source.dtype).removeprefix("torch."),
-        "layer": None,  # states after the final norm
-        "layers": source.layers,
-        "rows_per_shard": per_shard,
-    }
 
 
 def _finite_states(source: Computed, rows: Tensor, bar: Bar) -> Tensor:

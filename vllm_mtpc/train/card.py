@@ -50,6 +50,7 @@ def provenance(
         run: `steps` (0: untrained), facts of a trained head, and `command` if another process started this one.
     """
     run = dict(run)
+    on_hub = [name for name in (verifier, options.target) if HUB_NAME.fullmatch(name) and not os.path.exists(name)]
     words = shlex.split(run.pop("command")) if "command" in run else command_line()
     settings = {key: public(value) for key, value in options.model_dump(mode="json").items()}
     data = {name.removeprefix("data_"): run.pop(name) for name in ("tokens", "documents", "data_sha256") if name in run}
@@ -62,7 +63,7 @@ def provenance(
         "head": {
             **head,
             "target": public(verifier),
-            "base_model": next(filter(is_hub_name, (verifier, options.target)), None),
+            "base_model": next(iter(on_hub), None),
             "license": target_license(options.target),
         },
         "settings": settings,
@@ -70,11 +71,6 @@ def provenance(
         "figures": dict(results),
         "plots": [name for name in PLOTS if run["steps"] and (options.out / name).is_file()],
     }
-
-
-def is_hub_name(target: str) -> bool:
-    """Return whether a target is named by its repository on the hub, and not by a folder."""
-    return HUB_NAME.fullmatch(target) is not None and not os.path.exists(target)
 
 
 def command_line() -> list[str]:
@@ -114,17 +110,14 @@ def _table(results: Mapping[str, Mapping[str, Any]], columns: dict[str, str], ro
     if not results:
         return ""
     found = list(results.values())
-    lines = [
-        ["Tokens/step", *(f"**{one['tokens_per_step']:.3f}** (s.e. {one['standard_error']:.3f})" for one in found)]
-    ]
-    accepted = zip_longest(*(values["per_position"] for values in found))
-    numbers: list[tuple[str, Sequence[float | None]]] = [
-        (f"Accepted up to {k}", row) for k, row in enumerate(accepted, 1)
-    ]
+    accepted = zip_longest(*(one["per_position"] for one in found))
+    numbers: dict[str, Sequence[float | None]] = {f"Accepted up to {k}": row for k, row in enumerate(accepted, 1)}
     for key, label in rows.items():  # every greedy row has u = 0.5: shuffling does nothing
         skipped = "t0" if key.startswith("shuffled") else None
-        numbers.append((label, [None if name == skipped else one.get(key) for name, one in results.items()]))
-    for label, values in numbers:
+        numbers[label] = [None if name == skipped else one.get(key) for name, one in results.items()]
+    steps = (f"**{one['tokens_per_step']:.3f}** (s.e. {one['standard_error']:.3f})" for one in found)
+    lines = [["Tokens/step", *steps]]
+    for label, values in numbers.items():
         if any(value is not None for value in values):
             lines.append([label, *("" if value is None else f"{value:.3f}" for value in values)])
     lines.append(["Sequences / contexts", *(f"{one['sequences']} / {one['contexts']}" for one in found)])

@@ -22,7 +22,7 @@ from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.init import check_source, init_backbone, init_from_head, init_from_lm_head
 from vllm_mtpc.hf import bind
 from vllm_mtpc.train.cache import Computed, HiddenSource, write_cache
-from vllm_mtpc.train.card import head_card
+from vllm_mtpc.train.card import head_card, provenance
 from vllm_mtpc.train.losses import Drafter
 from vllm_mtpc.train.options import TrainOptions
 from vllm_mtpc.train.trainer import Trainer
@@ -138,12 +138,11 @@ class CircuitTrainer(Trainer):
         is_bounded = self.options.head == "backbone" or self.options.minutes
         return min(largest, STEPS_OF_A_BLOCK * of_a_step) if is_bounded else largest
 
-    def describe(self) -> dict[str, Any]:
+    def save(self, results: Mapping[str, Any], run: Mapping[str, Any]) -> None:
         names = ("circuit", "window", "num_components", "head", "lora_layers")
         facts = {name: getattr(self.config, name) for name in names} | {"drafts": self.config.num_speculative_tokens}
-        return facts | ({"partial_start": self.partial_start} if self.partial_start else {})
-
-    def write_head(self, record: dict[str, Any]) -> None:
+        facts |= {"partial_start": self.partial_start} if self.partial_start else {}
+        record = provenance(self.options, facts, self.verifier, results, run)
         record["settings"]["num_components"] = self.options.num_components
         dtype = getattr(torch, self.options.dtype)
         save_head(self.options.out, self.config, self.head, record, head_card(record), dtype, self.layers)

@@ -1,16 +1,7 @@
-"""Losses of a window, from the circuit's exact conditionals and the target's distribution.
+"""Losses of a window, from the circuit's exact conditionals and the target's distribution: docs/training.md#losses.
 
-With q_k = q(. | x_<k, h) the draft's conditionals, p_k the target's distribution of the same token and weights
-w_k = gamma^(k-1) / sum:
-
-    CE_k  = -log q_k(x_k)                                               (MtPC paper, eq. 4 and section 4)
-    KL_k  = KL(p_k || q_k) or KL(q_k || p_k), over the vocabulary or over {x_k, the rest} (appendix G)
-    L     = (1 - a) sum_k w_k mean[(1 - beta) CE_k + beta KL_k] + a sum_{k>=2} w_k mean[TV_k]
-
-When serving, x_1 is known and a draft v is accepted with probability min(1, p/q). Draft k is then accepted with
-probability 1 - TV_k = sum_v min(p_k(v), q_k(v)), given that the drafts before it are.
-
-Means are over windows with a token at k; positions without a token are marginalised and have no loss.
+CE: MtPC paper, eq. 4 and section 4; KL: appendix G. Means are over windows with a token at k; positions without a token
+are marginalised and have no loss.
 """
 
 from __future__ import annotations
@@ -28,7 +19,7 @@ from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.base import Head
 from vllm_mtpc.hf import Target
 from vllm_mtpc.hf.attention import document_positions
-from vllm_mtpc.train.options import LossOptions, TrainOptions
+from vllm_mtpc.train.options import TrainOptions
 from vllm_mtpc.train.windows import Windows, window_states
 
 CHUNK_BYTES = 1 << 30
@@ -37,7 +28,7 @@ WATCHED = 128  # windows of a step that the running estimate of tokens/step is m
 Reader = Callable[[slice], Tensor]  # values of some of the windows
 
 
-def position_weights(options: LossOptions, window: int) -> Tensor:
+def position_weights(options: TrainOptions, window: int) -> Tensor:
     """Return w_k, [n] float64, with sum 1; w_1 is 0 unless x_1 is trained."""
     weights = options.gamma ** torch.arange(window, dtype=torch.float64)
     if not options.train_first:
@@ -46,7 +37,7 @@ def position_weights(options: LossOptions, window: int) -> Tensor:
 
 
 def window_loss(
-    circuit: Circuit, params: CircuitParams, tokens: Tensor, log_p: Tensor | None, options: LossOptions, counts: Tensor
+    circuit: Circuit, params: CircuitParams, tokens: Tensor, log_p: Tensor | None, options: TrainOptions, counts: Tensor
 ) -> Tensor:
     """Return this batch's share of L in nats, a scalar: terms summed over windows, divided by `counts`.
 
@@ -76,7 +67,7 @@ def window_loss(
     return loss + options.acceptance * (variation * drafted).sum()
 
 
-def _kl(log_q: Tensor, log_p: Tensor, tokens: Tensor, options: LossOptions) -> Tensor:
+def _kl(log_q: Tensor, log_p: Tensor, tokens: Tensor, options: TrainOptions) -> Tensor:
     if options.kl_form == "binary":
         log_q, log_p = _against_rest(_at(log_q, tokens)), _against_rest(_at(log_p, tokens))  # [B, n, 2]
     first, second = (log_p, log_q) if options.kl == "forward" else (log_q, log_p)
@@ -152,16 +143,6 @@ class Drafter(nn.Module):
         """Return the loss in nats and, if watched, the sums of `watched_tokens`."""
         if not len(batch.row):
             return zero_loss(self), torch.zeros(2, device=self.target.device)
-        read, tokens, counts, log_p = self._read(batch)
-        loss = step_loss(self.head, read, tokens, counts, log_p, self.options)
-        if not watch:
-            return loss, None
-        with torch.no_grad():
-            some = slice(0, WATCHED)
-            return loss, watched_tokens(self.head, read(some), tokens[some], log_p(some))
-
-    def _read(self, batch: Windows) -> tuple[Reader, Tensor, Tensor, Reader]:
-        """Return the reader of the head's input, tokens [B, n], counts [n], and the reader of log p_k [., n, V]."""
         device, window = self.target.device, self.options.window
         if isinstance(self.head, BackboneHead):  # sort by row: chunks then have few rows
             order = (batch.row * batch.hidden.shape[1] + batch.start).argsort()
@@ -174,7 +155,12 @@ class Drafter(nn.Module):
                 states = window_states(verified, row[piece], start[piece], window)
                 return self.target.logits(states).log_softmax(-1)
 
-        return read, tokens, counts, log_p
+        loss = step_loss(self.head, read, tokens, counts, log_p, self.options)
+        if not watch:
+            return loss, None
+        with torch.no_grad():
+            some = slice(0, WATCHED)
+            return loss, watched_tokens(self.head, read(some), tokens[some], log_p(some))
 
     def _reader(
         self, hidden: Tensor, document: Tensor, row: Tensor, start: Tensor, first: Tensor

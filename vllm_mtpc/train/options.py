@@ -18,9 +18,8 @@ STATE_FOLDER = "state"  # in the out folder
 DEFAULT_METHOD = "mtpc"  # family of the heads that are named by their own names; `head` names any other family
 
 
-class DataOptions(BaseModel):
-    """Target, data and output; --target, --data and --out are required."""
-
+class _FirstOptions(BaseModel):
+    # target, data and output
     target: str = Field(min_length=1, description="causal language model on transformers: folder or hub name")
     data: list[str] = Field(min_length=1, description="text, folder, glob, .jsonl, .bin, or datasets name NAME:CONFIG")
     out: Path = Field(description="folder of the head; trainer state and plots go there too")
@@ -29,11 +28,7 @@ class DataOptions(BaseModel):
     verifier: str | None = Field(None, description="the target's name in the head (default: relative path, or name)")
     dtype: Literal["float16", "bfloat16", "float32"] = Field("float16", description="of the weights on disk")
     dry_run: bool = Field(False, description="write the untrained head and stop")
-
-
-class HeadOptions(BaseModel):
-    """Head."""
-
+    # head
     circuit: str = Field("btree", description=f"one of {', '.join(CIRCUITS)}")
     window: int = Field(16, ge=2, description="n, tokens of a window, the target's own included")
     components: int | None = Field(None, ge=1, description="r, latent states (default: 32, or the most a circuit has)")
@@ -46,12 +41,23 @@ class HeadOptions(BaseModel):
     num_speculative_tokens: int | None = Field(None, ge=1, description="drafts per step when served (default: n - 1)")
 
 
-KindOptions = create_model("KindOptions", __doc__="Options of some heads.", **option_fields())
+class TrainOptions(create_model("KindOptions", __base__=_FirstOptions, **option_fields())):  # type: ignore[misc]
+    """Every option of `vllm-mtpc train`: a field is a key of the YAML file and, with dashes, a flag."""
 
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    groups: ClassVar[dict[str, str]] = {  # titles of the help, by the first option of each group
+        "target": "Target, data and output; --target, --data and --out are required",
+        "circuit": "Head",
+        next(iter(option_fields())): "Options of some heads",
+        "variant": "PTP head (--head ptp)",
+        "gamma": "Loss",
+        "epochs": "Steps and optimiser",
+        "seq_len": "Text and hidden states",
+        "parallel": "Processes",
+        "save_minutes": "Saving and measuring",
+    }
 
-class PtpOptions(BaseModel):
-    """PTP head (--head ptp)."""
-
+    # PTP head
     variant: Literal["o-ptp", "c-ptp", "late", "independent"] = Field(
         "o-ptp", description="kind of drafts: docs/ptp.md"
     )
@@ -71,11 +77,7 @@ class PtpOptions(BaseModel):
     temperature: float = Field(1.0, gt=0, description="of the distribution that u picks from")
     top_k: int = Field(0, ge=0, description="top-k of that distribution; 0: off")
     top_p: float = Field(1.0, gt=0, le=1, description="top-p of that distribution; 1: off")
-
-
-class LossOptions(BaseModel):
-    """Loss."""
-
+    # loss
     gamma: float = Field(0.9, gt=0, le=1, description="position k counts gamma^(k-1)")
     beta: float = Field(1.0, ge=0, le=1, description="share of KL to the target; the rest is likelihood of the text")
     kl: Literal["forward", "reverse"] = Field("forward", description="direction: KL(target||draft) or the reverse")
@@ -84,11 +86,7 @@ class LossOptions(BaseModel):
         0.9, ge=0, le=1, description="share of the total variation between target and draft in the loss"
     )
     train_first: bool = Field(False, description="also train x_1, which the target samples when it serves")
-
-
-class OptimizerOptions(BaseModel):
-    """Steps and optimiser."""
-
+    # steps and optimiser
     epochs: float | None = Field(None, gt=0, description="passes over the data (default: 1; no limit with minutes)")
     max_steps: int | None = Field(None, ge=1, description="optimiser steps, in place of epochs")
     minutes: float | None = Field(None, gt=0, description="stop training after this time, and write the head")
@@ -97,11 +95,7 @@ class OptimizerOptions(BaseModel):
     learning_rate: float | None = Field(None, gt=0, description="peak rate of AdamW (default: 1.2 / hidden size)")
     precision: Literal["float32", "bf16"] = Field("float32", description="bf16: autocast of the head's products")
     seed: int = Field(0, ge=0, description="the run repeats with it")
-
-
-class TextOptions(BaseModel):
-    """Text and hidden states."""
-
+    # text and hidden states
     seq_len: int | None = Field(None, ge=4, description="tokens of a packed row (default: 1,024, or the most possible)")
     cache: Path | None = Field(None, description="folder of hidden states on disk; written if it does not exist")
     block_rows: int | None = Field(None, ge=1, description="rows whose windows are shuffled together (default: 1 GiB)")
@@ -110,42 +104,16 @@ class TextOptions(BaseModel):
     target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="of the target")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     attention: Literal["auto", "torch", "xformers"] = Field("auto", description="attention over packed rows")
-
-
-class ProcessOptions(BaseModel):
-    """Processes."""
-
+    # processes
     parallel: Literal["ddp", "fsdp"] = Field("ddp", description="with several processes (torchrun, Ray)")
     ray_workers: int = Field(0, ge=0, description="run on Ray Train with this many workers; 0: in this process")
-
-
-class RecordOptions(BaseModel):
-    """Saving and measuring."""
-
+    # saving and measuring
     save_minutes: float = Field(10.0, ge=0, description="between trainer states; the last one is kept")
     resume: bool = Field(False, description="go on from the trainer state in the out folder")
     log_every: int = Field(10, ge=1, description="steps between lines of metrics.jsonl")
     evaluation_sequences: int | None = Field(None, ge=0, description="held-out texts (default: up to 64); 0: none")
     evaluation_prompt_tokens: int = Field(32, ge=1, description="tokens of a held-out prompt cut from text")
     evaluation_tokens: int = Field(96, ge=1, description="tokens of each")
-
-
-SECTIONS = (
-    DataOptions, HeadOptions, KindOptions, PtpOptions, LossOptions, OptimizerOptions, TextOptions, ProcessOptions,
-    RecordOptions,
-)  # fmt: skip
-
-
-class TrainOptions(*reversed(SECTIONS)):  # type: ignore[misc]  # pydantic takes the fields of the last base first
-    """Every option of `vllm-mtpc train`: a field is a key of the YAML file and, with dashes, a flag.
-
-    A function that reads one section only is annotated with the class of that section.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    groups: ClassVar[dict[str, str]] = {
-        next(iter(part.model_fields)): str(part.__doc__).rstrip(".") for part in SECTIONS
-    }
 
     @model_validator(mode="before")
     @classmethod
@@ -202,8 +170,7 @@ class TrainOptions(*reversed(SECTIONS)):  # type: ignore[misc]  # pydantic takes
 
 
 def _trainer(head: Any) -> Any:
-    is_family = isinstance(head, str) and head in FAMILIES
-    return FAMILIES[head if is_family else DEFAULT_METHOD].trainer
+    return FAMILIES[head if head in tuple(FAMILIES) else DEFAULT_METHOD].trainer
 
 
 def parse(values: dict[str, Any], source: str = "options") -> TrainOptions:

@@ -200,11 +200,10 @@ def on_ray(options: TrainOptions) -> Path:
     # absolute paths: every worker has its own working directory
     values = options.model_dump(mode="json") | absolute_paths(options.model_dump()) | {"ray_workers": 0}
     values |= {"out": str(options.out.resolve()), "cache": options.cache and str(options.cache.resolve())}
-    command = shlex.join(map(public, command_line()))
     has_gpu = torch.cuda.is_available() and options.device != "cpu"
     trainer = TorchTrainer(
         _ray_worker,
-        train_loop_config={"options": values, "command": command},
+        train_loop_config={"options": values, "command": shlex.join(map(public, command_line()))},
         scaling_config=ScalingConfig(num_workers=options.ray_workers, use_gpu=has_gpu),
         run_config=RunConfig(name="vllm_mtpc", storage_path=str(Path(values["out"]) / "ray")),
     )

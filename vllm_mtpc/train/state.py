@@ -87,11 +87,11 @@ def save_state(folder: Path, accelerator: Accelerator, step: int, options: Train
                 shutil.rmtree(old)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
         shutil.rmtree(partial, ignore_errors=True)
-        advice = "none was saved before: free space and run the same command again"
-        if before is not None:
-            advice = "the state saved before is intact: free space and run the same command with --resume"
-        reason = f"the trainer's state cannot be written ({first_line(error)})"
-        raise CheckpointError(f"{folder}: {reason}; {advice}") from error
+        kept = "the state saved before is intact" if before else "none was saved before"
+        raise CheckpointError(
+            f"{folder}: the trainer's state cannot be written ({first_line(error)}); {kept}: free space and run the "
+            f"same command {'with --resume' if before else 'again'}"
+        ) from error
 
 
 def load_state(folder: Path, accelerator: Accelerator, options: TrainOptions) -> int:
@@ -116,8 +116,7 @@ def load_state(folder: Path, accelerator: Accelerator, options: TrainOptions) ->
 
 def read_state(folder: Path) -> dict[str, Any]:
     """Return step and options of the last state; raises CheckpointError."""
-    path = latest_state(folder)
-    if path is None:
+    if (path := latest_state(folder)) is None:
         raise CheckpointError(f"{folder} holds no trainer state; run without --resume to start one")
     try:
         values = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
@@ -129,8 +128,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def changed_option(values: dict[str, Any], options: TrainOptions) -> str | None:
     """Return the first option of a state's run that differs in these options and changes the trained weights."""
-    ours, theirs = identity(options), values["options"]
-    return min((key for key in ours if ours[key] != theirs.get(key)), default=None)
+    return min((key for key, ours in identity(options).items() if ours != values["options"].get(key)), default=None)
 
 
 def _damaged(path: Path | None, error: Exception) -> CheckpointError:
@@ -164,10 +162,7 @@ class Stopping:
     """
 
     def __init__(self, minutes: float, processes: int, limit: float | None = None) -> None:
-        self.signal, self.share = (
-            0,
-            0.0,
-        )  # the signal that ends the run, 0 for none; the share of the limit that is over
+        self.signal, self.share = 0, 0.0  # that ends the run, 0 for none; of the limit that is over
         self.limit, self._began = 60 * limit if limit else math.inf, time.monotonic()
         self._received, self._received_at = 0, 0.0  # by this process
         self._seconds, self._saved_at = 60 * minutes, time.monotonic()

@@ -29,7 +29,6 @@ from vllm_mtpc.hf import Target, check_length
 from vllm_mtpc.plots.draw import plot_acceptance, plot_loss
 from vllm_mtpc.progress import Bar
 from vllm_mtpc.train import state
-from vllm_mtpc.train.card import provenance
 from vllm_mtpc.train.options import STATE_FOLDER, TrainOptions
 from vllm_mtpc.train.windows import Windows, WindowSource
 
@@ -74,9 +73,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 class Trainer(ABC):
-    """Trains and writes one head.
-
-    Call `setup_data`, `setup_optimizer`, `train` and `finish` in this order; the model is ready after construction.
+    """Trains and writes one head: `setup_data`, `setup_optimizer`, `train` and `finish`, in this order.
 
     Args:
         options: Options of the run, `settled`.
@@ -235,7 +232,7 @@ class Trainer(ABC):
 
     def _check_weights(self) -> None:
         """Raise CheckpointError in every process unless weights and moments are finite."""
-        held = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        held: list[Tensor] = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         held += [value for moments in self.optimizer.state.values() for value in moments.values()]
         invalid = torch.zeros((), dtype=torch.int64, device=self.accelerator.device)
         for value in held:
@@ -253,11 +250,11 @@ class Trainer(ABC):
         )
 
     def _log(self, loss: float, watched: Tensor, rate: float) -> dict[str, Any]:
-        watched = self.accelerator.reduce(watched, "sum")
+        tokens, windows = self.accelerator.reduce(watched, "sum")
         line = {
             "step": self.step,
             "loss": loss,
-            "tokens_per_step": (watched[0] / watched[1]).item(),
+            "tokens_per_step": (tokens / windows).item(),
             "learning_rate": rate,
             "tokens_per_second": round(self.tokens_per_second, 1),
             "peak_memory_bytes": peak_memory_bytes(self.accelerator.device),
@@ -279,12 +276,8 @@ class Trainer(ABC):
     # --- the trained head
 
     @abstractmethod
-    def describe(self) -> dict[str, Any]:
-        """Return the facts of the head for provenance.json."""
-
-    @abstractmethod
-    def write_head(self, record: dict[str, Any]) -> None:
-        """Write the head's folder with the provenance `record` and the card made from it."""
+    def save(self, results: Mapping[str, Any], run: Mapping[str, Any]) -> None:
+        """Write the head's folder with the results known so far, their provenance and the card made from it."""
 
     @abstractmethod
     def load_trained(self, weights: Mapping[str, Tensor]) -> None:
@@ -301,10 +294,6 @@ class Trainer(ABC):
     def comments(self, results: Mapping[str, Any]) -> list[str]:
         """Return lines to print about the results."""
         return []
-
-    def save(self, results: Mapping[str, Any], run: Mapping[str, Any]) -> None:
-        """Write the head's folder with the results known so far."""
-        self.write_head(provenance(self.options, self.describe(), self.verifier, results, run))
 
     def finish(self, weights: Mapping[str, Tensor], texts: list[Tensor], run: Mapping[str, Any]) -> None:
         """Write the head, validate the written head, and write it again with its results and plots."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -59,37 +60,25 @@ def window_states(hidden: Tensor, row: Tensor, start: Tensor, window: int) -> Te
     return hidden[row[:, None], at]
 
 
+@dataclass
 class WindowSource:
     """The steps of a run, shared by `world` processes, of which this one is `rank`.
-
-    Args:
-        source: Rows and their hidden states.
-        window: n, tokens of a window.
-        windows_per_step: Windows of a step, over all processes.
-        block_rows: Rows whose windows are shuffled together.
-        seed: Seed of the order.
-        rank: This process.
-        world: Number of processes.
-        draw: (seed, windows of a step) -> their random numbers, [windows, ...].
 
     Raises:
         MtpcError: No window can start in the data.
     """
 
-    def __init__(
-        self,
-        source: HiddenSource,
-        window: int,
-        windows_per_step: int,
-        block_rows: int,
-        seed: int,
-        rank: int = 0,
-        world: int = 1,
-        draw: Callable[[int, int], Tensor] | None = None,
-    ) -> None:
-        self.source, self.window, self.windows_per_step, self.block_rows = source, window, windows_per_step, block_rows
-        self.seed, self.rank, self.world, self.draw = seed, rank, world, draw
-        self.starts = eligible(source.rows)  # [N, S]
+    source: HiddenSource  # rows and their hidden states
+    window: int  # n, tokens of a window
+    windows_per_step: int  # of all processes
+    block_rows: int  # rows whose windows are shuffled together
+    seed: int  # of the order
+    rank: int = 0
+    world: int = 1
+    draw: Callable[[int, int], Tensor] | None = None  # (seed, windows of a step) -> random numbers, [windows, ...]
+
+    def __post_init__(self) -> None:
+        self.starts = eligible(self.source.rows)  # [N, S]
         self.per_row = self.starts.sum(1)  # [N]
         if not int(self.per_row.sum()):
             raise MtpcError("the data has no window: give documents of two tokens or more")
@@ -143,5 +132,4 @@ class WindowSource:
         return torch.Generator().manual_seed(self._seed(epoch, block))
 
     def _seed(self, *place: int) -> int:
-        text = "/".join(map(str, (self.seed, *place)))  # sums would collide
-        return random.Random(text).getrandbits(63)
+        return random.Random("/".join(map(str, (self.seed, *place)))).getrandbits(63)  # sums would collide

@@ -1,53 +1,29 @@
-"""Training of PTP heads: u inside intervals, masks, losses, and the training loop."""
+"""Training of PTP heads: u inside intervals, masks and losses; files and errors of `vllm-mtpc train --head ptp`."""
 
 from __future__ import annotations
 
-import signal
+import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from tests.support import training
-from tests.support.training import losses, random_documents
-from vllm_mtpc.data.rows import pack
+from tests.support.files import front_matter_of
+from tests.support.training import PTP, PTP_CASES, make_trainer, options_for, record_of, refused, train
+from vllm_mtpc.checkpoint.ptp_head import load_ptp, load_student
 from vllm_mtpc.heads.ptp.distribution import conditional, edges, u_inside
-from vllm_mtpc.hf import Target
+from vllm_mtpc.hf import Target, load_target
 from vllm_mtpc.kernels.pick import pick
-from vllm_mtpc.train.options import TrainOptions
-from vllm_mtpc.train.ptp.ptp_drafter import PtpDrafter, distribution_of, drafts, drawing, row_losses
+from vllm_mtpc.train import command, trainer
+from vllm_mtpc.train.options import TrainOptions, parse
+from vllm_mtpc.train.ptp.ptp_drafter import PtpDrafter, distribution_of, drafts, draw_numbers, loss_name, row_losses
 from vllm_mtpc.train.ptp.ptp_trainer import PtpTrainer
-from vllm_mtpc.train.trainer import read_metrics
 from vllm_mtpc.train.windows import Windows, WindowSource
 
 torch.set_num_threads(1)
-
-# "ieee" reads the low bits of u, which are rounding noise where a forward pass of another batch size decides u.
-LATE = {"variant": "late", "late_width": 6, "u_embedding": "threshold"}
-CASES = {
-    "ce": {},
-    "bce": {"ptp_loss": "bce", "u_embedding": "arithmetic"},
-    "kl": {"variant": "c-ptp", "u_embedding": "threshold-mlp", "u_hidden": 8},
-    "reverse-kl": {"variant": "c-ptp", "ptp_loss": "reverse-kl", "top_k": 6},
-    "inverse": {"variant": "c-ptp", "ptp_loss": "inverse", "u_embedding": "threshold"},
-    "baseline": {"variant": "independent"},
-    "late": LATE,
-    "trust": LATE | {"distribution_trust": 0.8, "ptp_loss": "ce"},
-    "own": {"proposals": "student", "temperature": 0.8, "u_embedding": "threshold"},
-    "own c-ptp": {"proposals": "student", "variant": "c-ptp"},
-    "dataset": {"proposals": "dataset", "top_p": 0.9},
-    "bf16": {"precision": "bf16"},
-}
-
-
-def options_for(target: Target, out: Path, **changes: object) -> TrainOptions:
-    values = {"head": "ptp", "lora_rank": 4, "max_steps": 8, "windows_per_step": 32}
-    return training.options_for(target, out, **values | changes)
-
-
-def make_trainer(options: TrainOptions, target: Target, count: int = 10) -> PtpTrainer:
-    return training.make_trainer(options, target, random_documents(count))
 
 
 def first(options: TrainOptions, target: Target) -> tuple[PtpDrafter, Windows]:
@@ -55,59 +31,8 @@ def first(options: TrainOptions, target: Target) -> tuple[PtpDrafter, Windows]:
     return trainer.model, next(trainer.windows.batches())
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_ptp_training_learns_and_repeats(tiny_target: Target, tmp_path: Path, case: str) -> None:
-    found = []
-    for name in ("a", "b"):
-        trainer = make_trainer(options_for(tiny_target, tmp_path / name, max_steps=25, **CASES[case]), tiny_target, 3)
-        trainer.train()
-        found.append(trainer.weights())
-    loss = losses(tmp_path / "a")
-    # Its own continuations change as it learns: their loss need not fall from one step to the next.
-    assert np.mean(loss[-5:]) < np.mean(loss[:3]) - (0.0 if "own" in case else 0.02)
-    assert loss == losses(tmp_path / "b")
-    assert found[0].keys() == found[1].keys() and all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-    assert all(1 <= line["tokens_per_step"] <= 4 for line in read_metrics(tmp_path / "a" / "metrics.jsonl"))
-
-
-def end_after(trainer: PtpTrainer, steps: int) -> PtpTrainer:
-    """Make the trainer save its state and end after `steps` steps, as a signal does."""
-    update = trainer.train_step
-
-    def train_step(*args, **kwargs):
-        trainer.stopping._received = signal.SIGTERM if trainer.step + 1 == steps else 0
-        return update(*args, **kwargs)
-
-    trainer.train_step = train_step
-    return trainer
-
-
-@pytest.mark.parametrize("case", ["ce", "own c-ptp"])
-def test_ptp_run_resumes_bit_for_bit(tiny_target: Target, tmp_path: Path, case: str) -> None:
-    for name, resume, steps in (("whole", False, 8), ("parts", False, 4), ("parts", True, 8)):
-        trainer = make_trainer(options_for(tiny_target, tmp_path / name, **CASES[case], resume=resume), tiny_target)
-        end_after(trainer, steps).train()
-        assert len(losses(tmp_path / name)) == steps
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-
-
-@pytest.mark.parametrize("case", ["ce", "kl", "inverse", "own", "trust"])
-def test_chunks_of_a_ptp_step_give_the_same_gradients(tiny_target: Target, tmp_path: Path, case: str) -> None:
-    gradients = []
-    for changes in ({}, {"chunk_windows": 7}):
-        drafter, batch = first(options_for(tiny_target, tmp_path, **CASES[case], **changes), tiny_target)
-        with torch.no_grad():
-            for value in drafter.parameters():
-                value.add_(0.05 * torch.randn(value.shape, generator=torch.Generator().manual_seed(5)))
-        drafter(batch)[0].backward()
-        gradients.append([value.grad for value in drafter.parameters()])
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
-
-
 def test_two_processes_share_a_ptp_step(tiny_target: Target, tmp_path: Path) -> None:
-    options = options_for(tiny_target, tmp_path)
-    trainer = make_trainer(options, tiny_target)
+    trainer = make_trainer(options_for(tiny_target, tmp_path, **PTP), tiny_target)
     windows = trainer.windows
     whole = next(windows.batches())
     sizes = windows.window, windows.windows_per_step, windows.block_rows, windows.seed
@@ -125,7 +50,9 @@ def test_two_processes_share_a_ptp_step(tiny_target: Target, tmp_path: Path) -> 
 
 
 def test_u_of_a_window_selects_its_text(tiny_target: Target, tmp_path: Path) -> None:
-    drafter, batch = first(options_for(tiny_target, tmp_path, top_k=6, windows_per_step=80), tiny_target)
+    drafter, batch = first(
+        options_for(tiny_target, tmp_path, **PTP | {"top_k": 6, "windows_per_step": 80}), tiny_target
+    )
     text = drafter._text(batch)
     states = batch.hidden.prefix.hidden[:, :-1]
     distributions = distribution_of(drafter.head, states, drafter.options)
@@ -145,7 +72,7 @@ def test_u_of_a_window_selects_its_text(tiny_target: Target, tmp_path: Path) -> 
 
 def test_rows_without_a_token_carry_no_loss(tiny_target: Target, tmp_path: Path) -> None:
     for case in ("ce", "kl"):
-        drafter, batch = first(options_for(tiny_target, tmp_path, **CASES[case]), tiny_target)
+        drafter, batch = first(options_for(tiny_target, tmp_path, **PTP_CASES[case]), tiny_target)
         short_tokens = torch.cat([batch.tokens[:, :2], torch.full_like(batch.tokens[:, 2:], -1)], 1)
         loss = drafter(batch._replace(tokens=short_tokens))[0]
         assert loss > 0
@@ -184,7 +111,7 @@ def test_ptp_losses_match_their_definitions() -> None:
 
 
 def test_inverse_u_lies_inside_the_students_own_intervals(tiny_target: Target, tmp_path: Path) -> None:
-    drafter, batch = first(options_for(tiny_target, tmp_path, **CASES["inverse"]), tiny_target)
+    drafter, batch = first(options_for(tiny_target, tmp_path, **PTP_CASES["inverse"]), tiny_target)
     with torch.no_grad():
         for value in drafter.parameters():
             value.add_(0.1 * torch.randn(value.shape, generator=torch.Generator().manual_seed(6)))
@@ -200,14 +127,16 @@ def test_inverse_u_lies_inside_the_students_own_intervals(tiny_target: Target, t
 
 def test_u_of_student_text_lies_in_target_intervals(tiny_target: Target, tmp_path: Path) -> None:
     """u of the student's continuation lies where the target, reading that continuation, picks it."""
-    drafter, batch = first(options_for(tiny_target, tmp_path, **CASES["own"]), tiny_target)
+    trainer = make_trainer(options_for(tiny_target, tmp_path, **PTP_CASES["own"]), tiny_target)
+    windows, drafter = trainer.windows, trainer.model
+    batch = next(windows.batches())
     with torch.no_grad():
         text = drafter._text(batch)
     found = batch.hidden.prefix
     for window in range(6):
         row, start = int(batch.row[window]), int(batch.start[window])
         same = found.documents[row] == found.documents[row, start]
-        tokens = tokens_of(drafter, batch, row)[same & (torch.arange(len(same)) <= start)]
+        tokens = windows.source.rows.tokens[windows._held[0][row]].long()[same & (torch.arange(len(same)) <= start)]
         whole = torch.cat([tokens, text.tokens[window, :-1]])[None]
         distribution = distribution_of(drafter.head, tiny_target.hidden(whole)[0, len(tokens) - 1 :], drafter.options)
         left, right = edges(distribution, text.tokens[window])
@@ -215,20 +144,138 @@ def test_u_of_student_text_lies_in_target_intervals(tiny_target: Target, tmp_pat
         assert ((left - 1e-5 <= u) & (u < right + 1e-5)).all()
 
 
-def tokens_of(drafter: PtpDrafter, batch: Windows, row: int) -> torch.Tensor:
-    """The packed row of a block, found by its states."""
-    rows, _ = pack(random_documents(10), drafter.options.seq_len, drafter.options.window, drafter.options.seed)
-    states = drafter.head.prefix(rows.tokens, rows.document).hidden
-    distance = (states - batch.hidden.prefix.hidden[row]).abs().amax((1, 2))
-    return rows.tokens[int(distance.argmin())].long()
-
-
 def test_draws_are_beta_and_uniform() -> None:
-    draws = drawing(6, 0.3)(7, 20000)
+    draws = draw_numbers(6, 0.3, 7, 20000)
     assert draws.shape == (20000, 2, 6) and draws.dtype == torch.float32
     assert draws.min() >= 0 and draws.max() < 1
-    assert torch.equal(draws, drawing(6, 0.3)(7, 20000)) and not torch.equal(draws, drawing(6, 0.3)(8, 20000))
+    assert torch.equal(draws, draw_numbers(6, 0.3, 7, 20000)) and not torch.equal(draws, draw_numbers(6, 0.3, 8, 20000))
     variance = draws.double().var((0, 2))
     torch.testing.assert_close(variance, torch.tensor([1 / (4 * 1.6), 1 / 12]).double(), rtol=0.02, atol=0)
     left, right = torch.tensor([0.25]).double(), torch.tensor([0.5]).double()
     assert ((u := u_inside(left, right, draws)) >= 0.25).all() and (u < 0.5).all()
+
+
+# --- the command
+
+REQUIRED = {"target": "t", "data": ["d"], "out": "o", "head": "ptp"}
+FILES = {"head": "ptp", "lora_rank": 3}
+
+
+def test_ptp_run_writes_head_with_results(place: Path, capsys: pytest.CaptureFixture) -> None:
+    out = train(place, "ptp", **FILES, u_embedding="arithmetic", temperature=0.9, top_k=40)
+    config, record, printed = load_ptp(out).config, record_of(out), capsys.readouterr().out
+    assert (config.variant, config.window, config.lora_rank) == ("o-ptp", 4, 3)
+    assert (config.trained_temperature, config.trained_top_k, config.trained_top_p) == (0.9, 40, 1.0)
+    assert config.speculators_config.verifier.name_or_path == "../target"
+    last = printed.splitlines()[-1]
+    assert last.startswith("serve it: scripts/v2_on_cpu.sh vllm serve ") or torch.cuda.is_available()
+    t1, t0 = (record["figures"][name] for name in ("t1", "t0"))
+    assert config.accepted == pytest.approx(t1["histogram"]) and len(config.accepted) == 4
+    for name, figure in (("0.9", t1), ("0", t0)):
+        assert f"tokens/step at T={name}: {figure['tokens_per_step']:.3f}" in printed
+    assert f"with the u of other windows: {t1['shuffled_accuracy']:.1%}" in printed
+    assert {path.name for path in out.iterdir()} == {
+        "config.json", "adapter_config.json", "adapter_model.safetensors", "u_embed.safetensors", "README.md",
+        "provenance.json", "metrics.jsonl", "state", "loss.png", "loss.svg", "acceptance.png", "acceptance.svg",
+    }  # fmt: skip
+    card = (out / "README.md").read_text()
+    assert {"library_name", "pipeline_tag", "tags"} <= front_matter_of(out).keys()
+    assert "# PTP head: o-ptp, n=4, LoRA rank 3" in card and "temperature 0.9, top-k 40" in card
+    assert f"**{t1['tokens_per_step']:.3f}**" in card and str(place) not in card + json.dumps(record)
+    state = load_file(out / "state" / "step-4" / "model.safetensors")
+    written = load_file(out / "u_embed.safetensors")["outer.weight"]
+    assert torch.equal(written, state["head.embedding.outer.weight"].half())
+
+
+def test_serve_command_depends_on_gpu(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Path(__file__).parents[3] / "scripts" / "v2_on_cpu.sh"
+    for has_gpu, needs_v2, typed in (
+        (False, True, f"scripts/{script.name} vllm serve head"),
+        (True, True, "vllm serve head"),
+        (False, False, "vllm serve head"),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        line = trainer.serve_line(Path("head"), needs_v2)
+        assert line.startswith(f"serve it: {typed}") and ("Model Runner V2" in line) == (typed != "vllm serve head")
+    assert script.is_file()
+
+
+def test_ptp_dry_run_can_be_loaded(place: Path) -> None:
+    out = train(place, "dry", **FILES, variant="c-ptp", dry_run=True)
+    student = load_student(out, load_target(place / "target"))
+    assert student.config.variant == "c-ptp" and student.config.accepted is None
+    assert all(not value.any() for name, value in student.lora().items() if "lora_B" in name)
+    assert "This head is untrained" in (out / "README.md").read_text()
+    assert not (out / "metrics.jsonl").exists()
+
+
+def test_ptp_head_starts_from_another(place: Path, capsys: pytest.CaptureFixture) -> None:
+    first = train(place, "one", **FILES, evaluation_sequences=0, learning_rate=3e-2)
+    one, two = load_ptp(first), load_ptp(train(place, "two", **FILES, init_from=first, dry_run=True))
+    assert one.lora.keys() == two.lora.keys() and any(value.any() for value in one.lora.values())
+    assert all(torch.equal(one.lora[name], two.lora[name]) for name in one.lora)
+    assert two.late is None
+    more = FILES | {"init_from": first, "variant": "late", "late_width": 6, "evaluation_sequences": 0}
+    new, late = (load_ptp(train(place, name, **more, dry_run=name == "new")) for name in ("new", "late"))
+    assert new.late.state.out_features == 6 and not new.late.outer.weight.any()  # of no effect yet
+    assert late.late.outer.weight.any()
+    assert all(torch.equal(one.lora[name], new.lora[name]) for name in one.lora)
+    circuit = train(place, "circuit", dry_run=True)
+    for changes, message in (
+        ({"init_from": place / "late"}, "has variant=late, this run o-ptp; set variant to late"),
+        ({"lora_rank": 5}, "has lora_rank=3, this run 5"),
+        ({"variant": "c-ptp"}, "has variant=o-ptp, this run c-ptp; set variant to o-ptp"),
+        ({"init_from": circuit}, "a PTP head starts from a PTP head"),
+    ):
+        assert message in refused(capsys, place, "three", **FILES | {"init_from": first, "dry_run": True} | changes)
+
+
+def test_card_compares_with_the_baseline(place: Path, capsys: pytest.CaptureFixture) -> None:
+    """Measured on the same texts, from a head that was trained alike; another one is refused."""
+    baseline = train(place, "baseline", **FILES, variant="independent")
+    out = train(place, "next to", **FILES, baseline=baseline)
+    theirs, ours = (record_of(folder)["figures"]["t1"] for folder in (baseline, out))
+    wanted, gain = theirs["tokens_per_step"], ours["tokens_per_step"] / theirs["tokens_per_step"]
+    assert ours["baseline_tokens_per_step"] == wanted
+    assert f"{gain:.3f}x the tokens/step of the independent baseline, {wanted:.3f}" in capsys.readouterr().out
+    card = (out / "README.md").read_text()
+    assert "Tokens/step of the independent baseline, trained alike" in card and f"{wanted:.3f}" in card
+    for changes, message in (
+        ({"baseline": baseline, "max_steps": 3}, "has max_steps=4, this run 3; train both alike"),
+        ({"baseline": out}, "not a trained and measured head of variant independent; name one"),
+    ):
+        assert message in refused(capsys, place, "another", **FILES, dry_run=True, **changes)
+
+
+def test_defaults_depend_on_the_family() -> None:
+    ptp, circuit = parse(REQUIRED), parse(REQUIRED | {"head": "linear"})
+    assert (ptp.windows_per_step, ptp.learning_rate, loss_name(ptp)) == (512, 1e-3, "ce")
+    assert (circuit.windows_per_step, circuit.learning_rate) == (4096, None)  # None: by the width of the target
+    assert (ptp.variant, circuit.circuit) == ("o-ptp", "btree")
+    assert loss_name(parse(REQUIRED | {"windows_per_step": 4096, "variant": "c-ptp"})) == "kl"
+    again = parse(ptp.model_dump(mode="json"))  # as options reach a Ray worker: every one of them is given
+    assert again == ptp and parse(circuit.model_dump(mode="json")) == circuit
+
+
+def test_responses_are_sampled_as_trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+    monkeypatch.setattr(
+        "vllm_mtpc.batch.regenerate.regenerate", lambda settings: asked.append(settings) or settings.out
+    )
+    distribution = {"temperature": 0.7, "top_k": 50, "top_p": 0.95}
+    options = command.with_responses(parse(REQUIRED | distribution | {"out": tmp_path, "regenerate": 10}))
+    assert options.data == [str(tmp_path / "data" / "sampled.jsonl")]
+    assert [(one.temperature, one.top_k, one.top_p, one.limit) for one in asked] == [(0.7, 50, 0.95, 10)]
+
+
+def test_unused_u_is_reported() -> None:
+    options, baseline = parse(REQUIRED), parse(REQUIRED | {"variant": "independent"})
+    figure = {"tokens_per_step": 2.0, "standard_error": 0.1, "sequences": 4, "accuracy": 0.5}
+    used, unused = ({"t1": figure | {"shuffled_accuracy": value}} for value in (0.2, 0.49))
+
+    def comments(of: Any, results: dict) -> list[str]:
+        return PtpTrainer.comments(SimpleNamespace(options=of), results)
+
+    assert not any("warning" in line for line in comments(options, used))
+    assert "so u is not used" in comments(options, unused)[-1]
+    assert not any("warning" in line for line in comments(baseline, unused))

@@ -7,14 +7,12 @@ of x_k has weight gamma^(k-1) / sum, divided by the windows of the step with an 
 
 The target is frozen: its states of a block of rows are computed once and held while steps draw windows from it.
 
-Losses compare a row's distribution P with the target's token or distribution Q (arXiv 2512.21323, section 2.2 and
-appendix C.2). Each is (logits [..., V], tokens [...], log_q [..., V] or None) -> [...] in nats.
+Losses: arXiv 2512.21323, section 2.2 and appendix C.2.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,32 +36,6 @@ DISTRIBUTION_SHARE = 0.1  # of the distribution without u, so that no token has 
 FLOOR = math.log(1e-6)  # of log Q in the reverse KL: Q is zero outside top-k and top-p
 
 
-def cross_entropy(logits: Tensor, tokens: Tensor, log_q: Tensor | None) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, -2), tokens.flatten(), reduction="none").view(tokens.shape)
-
-
-def binary_cross_entropy(logits: Tensor, tokens: Tensor, log_q: Tensor | None) -> Tensor:
-    """Return the binary cross entropy of sigmoid(logit) against 1{token is x}, summed over tokens."""
-    return F.softplus(logits).sum(-1) - logits.gather(-1, tokens[..., None])[..., 0]
-
-
-def kl(logits: Tensor, tokens: Tensor, log_q: Tensor) -> Tensor:
-    return (log_q.exp() * (log_q.clamp(min=torch.finfo(log_q.dtype).min) - logits.log_softmax(-1))).sum(-1)
-
-
-def reverse_kl(logits: Tensor, tokens: Tensor, log_q: Tensor) -> Tensor:
-    """Return KL(P || Q) with Q >= 1e-6."""
-    log_p = logits.log_softmax(-1)
-    return (log_p.exp() * (log_p - log_q.clamp(min=FLOOR))).sum(-1)
-
-
-LOSSES = {
-    "ce": cross_entropy,
-    "bce": binary_cross_entropy,
-    "kl": kl,
-    "reverse-kl": reverse_kl,
-    "inverse": cross_entropy,  # u lies inside the student's own intervals
-}
 NEED_DISTRIBUTION = {"kl", "reverse-kl"}
 OF_VARIANT = {  # the first is the default
     "o-ptp": ("ce", "bce"),
@@ -91,14 +63,29 @@ def loss_name(options: TrainOptions) -> str:
 def row_losses(
     name: str, logits: Tensor, tokens: Tensor, log_q: Tensor | None, u: Tensor | None = None, trust: float | None = None
 ) -> Tensor:
-    """Return one of LOSSES, [...]; with `trust` the cross entropy is that of the distribution given u[...].
+    """Return the loss of each row in nats, between its distribution P and the target's token or distribution Q.
 
-    Tokens below 0 are read as 0. u lies inside the tokens' intervals (`vllm_mtpc.heads.ptp.distribution`).
+    Args:
+        name: One of `OF_VARIANT`. "bce": binary cross entropy of sigmoid(logit) against 1{token is x}, summed over
+            tokens. "inverse": cross entropy of text with u inside the student's own intervals.
+        logits: [..., V] of P.
+        tokens: [...]; those below 0 are read as 0.
+        log_q: [..., V], needed for "kl", KL(Q || P), and "reverse-kl", KL(P || Q) with Q >= 1e-6.
+        u: [...], inside the tokens' intervals (`vllm_mtpc.heads.ptp.distribution`).
+        trust: The cross entropy "ce" is that of the distribution given u.
     """
     tokens = tokens.clamp(min=0)
     if name == "ce" and trust is not None:
         return -log_likelihood(logits, u, tokens, trust, DISTRIBUTION_SHARE)
-    return LOSSES[name](logits, tokens, log_q)
+    if name == "bce":
+        return F.softplus(logits).sum(-1) - logits.gather(-1, tokens[..., None])[..., 0]
+    if name not in NEED_DISTRIBUTION:
+        return F.cross_entropy(logits.flatten(0, -2), tokens.flatten(), reduction="none").view(tokens.shape)
+    assert log_q is not None
+    log_p = logits.log_softmax(-1)
+    if name == "kl":
+        return (log_q.exp() * (log_q.clamp(min=torch.finfo(log_q.dtype).min) - log_p)).sum(-1)
+    return (log_p.exp() * (log_p - log_q.clamp(min=FLOOR))).sum(-1)
 
 
 class Block(NamedTuple):
@@ -141,15 +128,11 @@ def distribution_of(student: Student, hidden: Tensor, options: TrainOptions) -> 
     return processed(student.logits(hidden), options.temperature, options.top_k, options.top_p)
 
 
-def drawing(window: int, beta: float) -> Callable[[int, int], Tensor]:
-    """Return the function (seed, B) -> [B, 2, n] in [0, 1): Beta(b, b) positions in intervals; uniform numbers."""
-
-    def draw(seed: int, count: int) -> Tensor:
-        generator = np.random.default_rng(seed)
-        numbers = np.stack([generator.beta(beta, beta, (count, window)), generator.random((count, window))], 1)
-        return torch.from_numpy(numbers.astype(np.float32)).clamp(max=1 - 2**-24)
-
-    return draw
+def draw_numbers(window: int, beta: float, seed: int, count: int) -> Tensor:
+    """Return [count, 2, n] in [0, 1): Beta(b, b) positions in intervals, and uniform numbers."""
+    generator = np.random.default_rng(seed)
+    numbers = np.stack([generator.beta(beta, beta, (count, window)), generator.random((count, window))], 1)
+    return torch.from_numpy(numbers.astype(np.float32)).clamp(max=1 - 2**-24)
 
 
 def _joined(blocks: list[Block]) -> Block:
@@ -215,9 +198,8 @@ class PtpDrafter(nn.Module):
     def _given_text(self, batch: Windows, inner: Tensor) -> Text:
         """Return the text of the data with u inside the target's intervals."""
         tokens, block = batch.tokens, batch.hidden
-        left, right = (
-            window_states(edge, batch.row, batch.start, tokens.shape[1]) for edge in (block.left, block.right)
-        )
+        place = batch.row, batch.start, tokens.shape[1]
+        left, right = window_states(block.left, *place), window_states(block.right, *place)
         usable = (tokens >= 0) & (right - left >= 1 / STEPS)
         return Text(tokens, u_inside(left, right, inner), _leading(usable), None)
 

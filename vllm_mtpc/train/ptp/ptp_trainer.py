@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,9 @@ from vllm_mtpc.eval.text import Sampling
 from vllm_mtpc.files import read_json
 from vllm_mtpc.heads.ptp.embedding import check_embedding, default_options
 from vllm_mtpc.heads.ptp.student import Student
-from vllm_mtpc.train.card import head_card
+from vllm_mtpc.train.card import head_card, provenance
 from vllm_mtpc.train.options import TrainOptions
-from vllm_mtpc.train.ptp.ptp_drafter import PrefixSource, PtpDrafter, drawing, loss_name
+from vllm_mtpc.train.ptp.ptp_drafter import PrefixSource, PtpDrafter, draw_numbers, loss_name
 from vllm_mtpc.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -31,8 +32,7 @@ if TYPE_CHECKING:
     from vllm_mtpc.data.rows import Rows
     from vllm_mtpc.eval.text import Samples
 
-# A head that uses u loses this share of its correct drafts, or more, when u is shuffled.
-SHUFFLE_COST = 0.1
+SHUFFLE_COST = 0.1  # a head that uses u loses this share of its correct drafts, or more, when u is shuffled
 # Options that a baseline and the head compared with it share, next to the data.
 OF_BASELINE = (
     *("target", "window", "lora_rank", "lora_alpha", "max_steps", "epochs", "windows_per_step", "seq_len", "gamma"),
@@ -58,7 +58,7 @@ class PtpTrainer(Trainer):
         if options.init_from:
             head = load_ptp(resolve_head(options.init_from))
             self.student.take(head.lora, head.embedding, head.late)
-        self.draw = drawing(options.window, options.u_beta)
+        self.draw = partial(draw_numbers, options.window, options.u_beta)
         self.model = PtpDrafter(self.student, options)
 
     @classmethod
@@ -111,28 +111,18 @@ class PtpTrainer(Trainer):
         row = self.student.prefix(torch.zeros(1, 2, dtype=torch.long))
         return sum(part[0, ..., :1, :].numel() for part in (row.hidden, *row.keys, *row.values))
 
-    def describe(self) -> dict[str, Any]:
-        config = self.config
+    def save(self, results: Mapping[str, Any], run: Mapping[str, Any]) -> None:
         names = ("variant", "window", "u_embedding", "late_width", "distribution_trust", "lora_rank")
-        facts = {name: getattr(config, name) for name in names} | {"drafts": config.num_speculative_tokens}
-        return facts | {name: getattr(config, f"trained_{name}") for name in SAMPLING}
-
-    def write_head(self, record: dict[str, Any]) -> None:
+        facts = {name: getattr(self.config, name) for name in names} | {"drafts": self.config.num_speculative_tokens}
+        facts |= {name: getattr(self.config, f"trained_{name}") for name in SAMPLING}
+        record = provenance(self.options, facts, self.verifier, results, run)
         for name in self.options.of_others:
             del record["settings"][name]
         config, student, dtype = self.config, self.student, getattr(torch, self.options.dtype)
-        if results := record["figures"]:
+        if results:
             config = config.model_copy(update={"accepted": results["t1"]["histogram"]})
-        save_ptp(
-            self.options.out,
-            config,
-            student.lora(),
-            student.embedding,
-            record,
-            head_card(record, "ptp"),
-            dtype,
-            student.late,
-        )
+        head = student.lora(), student.embedding
+        save_ptp(self.options.out, config, *head, record, head_card(record, "ptp"), dtype, student.late)
 
     def load_trained(self, weights: Mapping[str, Tensor]) -> None:
         self.student.load_state_dict(weights)
