@@ -7,7 +7,7 @@ import pytest
 from tests.support.fakes import BTREE, GREEDY, NGRAM, PLAIN, SAMPLED, Engines
 from vllm_mtpc.bench.comparison import ORDERS, Comparison, compare
 from vllm_mtpc.bench.report import make_rows
-from vllm_mtpc.engine.passes import Setting
+from vllm_mtpc.engine.served import Setting
 from vllm_mtpc.errors import EngineFailed
 
 

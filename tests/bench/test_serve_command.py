@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 from pathlib import Path
 
@@ -81,12 +80,12 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
     made = Engines(lambda name, setting, turn: 0.5 if name == "btree" else 1.0)
     made.decodings, made.missing = [PLAIN, BTREE], [Missing("suffix", "not installed")]
 
-    @contextlib.contextmanager
-    def launched(engine, prompts, log):
-        with made.start(next(one for one in made.decodings if one.name == log.stem)) as engine:
-            yield engine
-
-    monkeypatch.setattr(serve_command, "launched", launched)
+    monkeypatch.setattr(
+        serve_command,
+        "run_server",
+        lambda words, log: made.start(next(d for d in made.decodings if d.name == log.stem)),
+    )
+    monkeypatch.setattr(serve_command, "Engine", lambda client, texts: client)
     monkeypatch.setattr(serve_command, "find_decodings", lambda *_: (made.decodings, list(made.missing)))
     return made
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import time
@@ -28,7 +29,7 @@ def test_stop_ends_processes_that_ignore_sigterm(tmp_path: Path) -> None:
         "time.sleep(60)"
     )
     with pytest.raises(EngineFailed, match="was not healthy after 8 s"):
-        VllmServer([], program=[sys.executable, "-c", code]).start(timeout_s=8)
+        asyncio.run(VllmServer([], program=[sys.executable, "-c", code]).start_async(timeout_s=8))
     assert not is_running(int((tmp_path / "pid").read_text()))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_mtpc.bench.decodings import Decoding
 from vllm_mtpc.engine.counters import Acceptance
-from vllm_mtpc.engine.passes import Measured, Setting
+from vllm_mtpc.engine.served import Measured, Setting
 from vllm_mtpc.errors import EngineFailed
 
 GREEDY = Setting(1, 0.0, 4, 2)

@@ -9,13 +9,14 @@ the mean of its passes.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from vllm_mtpc.bench.decodings import Decoding, Missing
-from vllm_mtpc.engine.passes import Engine, Measured, Setting
+from vllm_mtpc.engine.served import Engine, Measured, Setting
 from vllm_mtpc.errors import EngineFailed
 from vllm_mtpc.progress import Bar
 
@@ -61,12 +62,7 @@ class Comparison:
 
 
 def compare(
-    decodings: Sequence[Decoding],
-    cells: Sequence[Setting],
-    rounds: int,
-    start: Start,
-    order: str,
-    into: Comparison,
+    decodings: Sequence[Decoding], cells: Sequence[Setting], rounds: int, start: Start, order: str, into: Comparison
 ) -> None:
     """Measure every setting with every way of decoding.
 
@@ -83,27 +79,20 @@ def compare(
     """
     together = order == "interleaved"
     groups = [decodings] if together else [[one] for one in (*decodings, decodings[0])]
-    passes: list[Pass] = []
     with Bar(total=sum(map(len, groups)) * rounds * len(cells), desc="passes", unit="pass") as bar:
         for group in groups:
-            passes += _measure_group(group, cells, rounds, start, into, bar)
-    for one in passes:
-        plain = [other for other in passes if other.decoding.is_plain and other.cell == one.cell]
-        paired = [other for other in plain if other.round == one.round] if together else plain
-        into.passes.append(replace(one, baseline=fmean(other.measured.tokens_per_second for other in paired)))
+            _measure_group(group, cells, rounds, start, into, bar)
+    plain = [one for one in into.passes if one.decoding.is_plain]
+    for number, one in enumerate(into.passes):
+        alike = [other for other in plain if other.cell == one.cell and (other.round == one.round or not together)]
+        into.passes[number] = replace(one, baseline=fmean(other.measured.tokens_per_second for other in alike))
 
 
 def _measure_group(
-    decodings: Sequence[Decoding],
-    cells: Sequence[Setting],
-    rounds: int,
-    start: Start,
-    into: Comparison,
-    bar: Bar,
-) -> list[Pass]:
-    """Return the passes of engines that run at the same time."""
+    decodings: Sequence[Decoding], cells: Sequence[Setting], rounds: int, start: Start, into: Comparison, bar: Bar
+) -> None:
+    """Add the passes of engines that run at the same time."""
     engines: dict[Decoding, Engine] = {}
-    passes: list[Pass] = []
 
     @contextlib.contextmanager
     def may_fail(decoding: Decoding):
@@ -121,13 +110,11 @@ def _measure_group(
             with may_fail(decoding):
                 engines[decoding] = stack.enter_context(start(decoding))
                 into.greedy[decoding] = engines[decoding].complete_greedy(cells[0], CHECKED)
-        for turn in range(rounds):
-            for cell in cells:
-                for decoding in list(engines)[:: -1 if turn % 2 else 1]:
-                    with may_fail(decoding):
-                        found = engines[decoding].measure(replace(cell, first=turn * cell.prompts))
-                        passes.append(Pass(decoding, cell, turn, found))
-                        rate, step = found.tokens_per_second, found.tokens_per_step
-                        bar.set_postfix_str(f"{decoding.name}, {cell.name}: {rate:.1f} tok/s, {step:.2f} tokens/step")
-                        bar.update()
-    return passes
+        for turn, cell in itertools.product(range(rounds), cells):
+            for decoding in list(engines)[:: -1 if turn % 2 else 1]:
+                with may_fail(decoding):
+                    found = engines[decoding].measure(replace(cell, first=turn * cell.prompts))
+                    into.passes.append(Pass(decoding, cell, turn, found))
+                    rate, step = found.tokens_per_second, found.acceptance.tokens_per_step
+                    bar.set_postfix_str(f"{decoding.name}, {cell.name}: {rate:.1f} tok/s, {step:.2f} tokens/step")
+                    bar.update()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_mtpc.engine.target_config import count_mtp_layers
+from vllm_mtpc.engine.options import count_mtp_layers
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.families import FAMILIES
 

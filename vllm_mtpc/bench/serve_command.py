@@ -8,7 +8,7 @@ import json
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ from vllm_mtpc.bench.comparison import Comparison, compare
 from vllm_mtpc.bench.decodings import PEERS, Decoding, Missing, engine_arguments, find_heads, find_peers
 from vllm_mtpc.data import prompts
 from vllm_mtpc.engine import provenance
-from vllm_mtpc.engine.passes import Engine, Prompt, Setting, launched
+from vllm_mtpc.engine.options import serve_arguments
+from vllm_mtpc.engine.served import Engine, Setting
+from vllm_mtpc.engine.server import run_server
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.evaluator import resolve, target_of
 from vllm_mtpc.flags import check_positive, json_object
@@ -55,8 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompts", **n, help="of a pass at c=1; at least 3 c are sent (default: 16; demo: 8)")
     add("--max-tokens", **n, help="of an answer (default: 128; demo: 96)")
     add("--rounds", **n, help="passes of every setting (default: 3; demo: 4)")
-    orders = list(comparison.ORDERS)
-    add("--order", choices=orders, help="default: interleaved on a CPU, else sequential")
+    add("--order", choices=list(comparison.ORDERS), help="default: interleaved on a CPU, else sequential")
     add("--logs", type=Path, metavar="DIR", help="keep the engines' logs here (default: removed)")
     add("--json", type=Path, metavar="FILE", help="write the result there, for `vllm-mtpc plot`")
 
@@ -71,9 +72,19 @@ def run(args: argparse.Namespace) -> int:
     cells = make_cells(args)
     most = max(cell.prompts for cell in cells)
     texts = prompts.load(args.data, args.target, args.rounds * most, args.prompt_tokens, args.max_prompt_tokens)
+    length = -(-(max(map(len, texts)) + args.max_tokens + ROOM) // 64) * 64
+    engine = engine_arguments(args.target, args.dtype, length, max(args.concurrency), on_gpu, args.engine)
     found = Comparison(missing=missing)
     with _logs(args) as logs:
-        measure(args, decodings, cells, texts, logs, on_gpu, found)
+
+        @contextlib.contextmanager
+        def start(decoding: Decoding) -> Iterator[Engine]:
+            drafts = {} if decoding.is_plain else {"speculative_config": decoding.speculative}
+            name = "".join(letter if letter.isalnum() else "-" for letter in decoding.name)
+            with run_server(serve_arguments({**engine, **drafts}), logs / f"{name}.log") as client:
+                yield Engine(client, texts)
+
+        compare(decodings, cells, args.rounds, start, args.order, found)
     given = {key: value for key, value in vars(args).items() if key not in ("json", "logs", "run", "bench")}
     result = {
         "kind": SERVED,
@@ -148,27 +159,6 @@ def make_cells(args: argparse.Namespace) -> list[Setting]:
     ]
 
 
-def measure(
-    args: argparse.Namespace,
-    decodings: Sequence[Decoding],
-    cells: Sequence[Setting],
-    texts: Sequence[Prompt],
-    logs: Path,
-    on_gpu: bool,
-    into: Comparison,
-) -> None:
-    """Measure all ways of decoding. Raises EngineFailed if plain vLLM fails."""
-    length = -(-(max(map(len, texts)) + args.max_tokens + ROOM) // 64) * 64
-    engine = engine_arguments(args.target, args.dtype, length, max(args.concurrency), on_gpu, args.engine)
-
-    def start(decoding: Decoding) -> contextlib.AbstractContextManager[Engine]:
-        drafts = {} if decoding.is_plain else {"speculative_config": decoding.speculative}
-        name = "".join(letter if letter.isalnum() else "-" for letter in decoding.name)
-        return launched({**engine, **drafts}, texts, logs / f"{name}.log")
-
-    compare(decodings, cells, args.rounds, start, args.order, into)
-
-
 def print_result(result: dict[str, Any]) -> None:
     """Print tables, ways of decoding that were not run, definitions, and heads that are slower than plain vLLM."""
     found = result["rows"]
@@ -187,13 +177,14 @@ def print_result(result: dict[str, Any]) -> None:
 
 def print_identity(found: Comparison) -> bool:
     """Print the result of the greedy check; return whether an answer differs from plain vLLM's."""
-    checked = {one: counts for one in found.greedy if (counts := found.identical(one))}
-    for one, (same, total) in checked.items():
+    all_same = all_total = 0
+    for one in found.greedy:
+        same, total = found.identical(one) or (0, 0)
+        all_same, all_total = all_same + same, all_total + total
         if same < total:
             print(f"{one.name}: {total - same} of {total} greedy answers differ from plain vLLM's")
-    same, total = (sum(counts[index] for counts in checked.values()) for index in (0, 1))
-    print(f"identical greedy outputs: {same} of {total}")
-    return same < total
+    print(f"identical greedy outputs: {all_same} of {all_total}")
+    return all_same < all_total
 
 
 def named_json(text: str) -> tuple[str, dict[str, Any]]:

@@ -6,9 +6,9 @@ rest.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import astuple, dataclass
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 DEFINITIONS = (
@@ -16,7 +16,7 @@ DEFINITIONS = (
     "(plain decoding is 1.00).\n"
     "acceptance per position: drafts accepted at position k, divided by all drafted steps (unconditional)."
 )
-_PREFIX, _POSITIONS = "vllm:spec_decode_", "num_accepted_tokens_per_pos"
+_PREFIX = "vllm:spec_decode_"
 PRUNED_BY = ("schedule", "confidence", "budget", "request")
 
 
@@ -67,20 +67,17 @@ class Acceptance:
         """Read the text of a server's /metrics: counters since its start, summed over engines."""
         from prometheus_client.parser import text_string_to_metric_families
 
-        totals: Counter[tuple[str, str]] = Counter()
-        families = text_string_to_metric_families(metrics)
-        for sample in chain.from_iterable(family.samples for family in families):
-            if sample.name.startswith(_PREFIX) and not sample.name.endswith("_created"):
+        found: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by name and label
+        for family in text_string_to_metric_families(metrics):
+            for sample in family.samples if family.name.startswith(_PREFIX) else ():
                 label = sample.labels.get("position") or sample.labels.get("by") or ""
-                totals[sample.name.removeprefix(_PREFIX).removesuffix("_total"), label] += int(sample.value)
-        positions = sorted((label for name, label in totals if name == _POSITIONS), key=int)
+                found[sample.name.removeprefix(_PREFIX).removesuffix("_total")][label] += int(sample.value)
+        accepted, pruned = found["num_accepted_tokens_per_pos"], found["drafts_pruned"]
         return cls(
-            totals["num_drafts", ""],
-            totals["num_draft_tokens", ""],
-            totals["num_accepted_tokens", ""],
-            tuple(totals[_POSITIONS, position] for position in positions),
-            totals["steps", ""],
-            tuple(totals["drafts_pruned", by] for by in PRUNED_BY)
-            if any(name == "drafts_pruned" for name, _ in totals)
-            else (),
+            found["num_drafts"][""],
+            found["num_draft_tokens"][""],
+            found["num_accepted_tokens"][""],
+            tuple(accepted[position] for position in sorted(accepted, key=int)),
+            found["steps"][""],
+            tuple(pruned[by] for by in PRUNED_BY) if pruned else (),
         )

@@ -1,15 +1,17 @@
-"""Options of the engines of an app on Ray and of a batch job: own keys, and flags of `vllm serve`."""
+"""Options of engines: flags of `vllm serve`, and own keys of an app on Ray and of a batch job."""
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from vllm_mtpc.errors import UsageError, one_line
+from vllm_mtpc.errors import UsageError, first_line, one_line
 
 API_KEY = "VLLM_API_KEY"  # vLLM's own variable
 
@@ -51,10 +53,7 @@ class EngineOptions(BaseModel):
         """Return the number of GPUs that Ray reserves for an engine."""
         if self.gpus is not None or not has_gpus:
             return self.gpus or 0
-        product = 1
-        for key in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-            product *= int(self.engine.get(key, 1))
-        return product
+        return math.prod(int(self.engine.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "pipeline", "data"))
 
 
 Options = TypeVar("Options", bound=EngineOptions)
@@ -119,6 +118,35 @@ def check_flags(words: list[str]) -> None:
     parser = Parser(prog="vllm")
     ServeSubcommand().subparser_init(parser.add_subparsers())
     parser.parse_args(["serve", *words])
+
+
+def read_model_config(engine: dict[str, Any]) -> Any:
+    """Return vLLM's ModelConfig of the engine's target, without starting the engine.
+
+    Args:
+        engine: keyword arguments of `vllm.LLM`, `model` among them.
+
+    Raises:
+        UsageError: vLLM cannot read the target's config.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    try:
+        return EngineArgs(**{**engine, "speculative_config": None}).create_model_config()
+    except Exception as error:  # of many kinds, also from transformers
+        raise UsageError(f"target {engine['model']}: vLLM cannot read it: {first_line(error)}") from None
+
+
+def count_mtp_layers(engine: dict[str, Any]) -> int:
+    """Return the number of MTP layers that a target bundles and vLLM serves (`method: mtp`)."""
+    from vllm.config.speculative import MTPModelTypes, SpeculativeConfig
+
+    target = read_model_config(engine).hf_config
+    try:
+        config = SpeculativeConfig.hf_config_override(copy.deepcopy(target))
+    except ValueError:  # a model that may have MTP layers, and this one has none
+        return 0
+    return (getattr(config, "n_predict", None) or 0) if config.model_type in get_args(MTPModelTypes) else 0
 
 
 def _full(name: Any) -> Any:

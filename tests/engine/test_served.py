@@ -1,0 +1,116 @@
+"""A server's counters, and passes of `vllm bench serve` as `bench serve` measures them."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.peers import change, make_mimo
+from vllm_mtpc import demo
+from vllm_mtpc.engine.counters import Acceptance
+from vllm_mtpc.engine.options import count_mtp_layers
+from vllm_mtpc.engine.served import Engine, Setting
+from vllm_mtpc.errors import EngineFailed, UsageError
+
+PROMETHEUS = """\
+# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="demo"} 10.0
+vllm:spec_decode_num_drafts_created{engine="0",model_name="demo"} 1.76e+09
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="demo"} 30.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="demo"} 15.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="demo",position="0"} 9.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="demo",position="1"} 5.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="demo",position="2"} 1.0
+vllm:generation_tokens_total{engine="0",model_name="demo"} 25.0
+vllm:ratio{engine="0",model_name="demo"} NaN
+"""
+ALL_STEPS = """\
+vllm:spec_decode_steps_total{engine="0",model_name="demo"} 60.0
+vllm:spec_decode_drafts_pruned_total{by="schedule",engine="0",model_name="demo"} 80.0
+vllm:spec_decode_drafts_pruned_total{by="confidence",engine="0",model_name="demo"} 10.0
+"""
+SETTING = Setting(clients=2, temperature=0.0, max_tokens=4, prompts=3, first=1)
+
+
+def test_counters_are_read_and_subtracted() -> None:
+    read = Acceptance.read(PROMETHEUS)
+    assert read == Acceptance(10, 30, 15, (9, 5, 1))
+    assert read.tokens_per_step == 2.5 and read.per_position == (0.9, 0.5, 0.1) and read.pruned_line() == ""
+    both = Acceptance.read(PROMETHEUS + PROMETHEUS.replace('engine="0"', 'engine="1"'))
+    assert both == Acceptance(20, 60, 30, (18, 10, 2)) == read + read
+    assert both - read == read - Acceptance() == read
+    plain = Acceptance.read("vllm:generation_tokens_total 25.0\n")
+    assert plain.tokens_per_step == 1 and plain.per_position == ()
+
+
+def test_tokens_per_step_is_over_all_steps() -> None:
+    """Ten steps in sixty drafted: the fifty others count, also in sums."""
+    read = Acceptance.read(PROMETHEUS + ALL_STEPS)
+    assert read == Acceptance(10, 30, 15, (9, 5, 1), 60, (80, 10, 0, 0))
+    assert (read + read).tokens_per_step == read.tokens_per_step == 1.25 and read.tokens_per_drafted_step == 2.5
+    assert read.pruned_line() == "drafts pruned: schedule 67 %, confidence 8 %, budget 0 %, request 0 %"
+    assert read + read - read == read
+
+
+class FakeClient:
+    """A server whose counters grow by three accepted drafts in four steps from one reading to the next."""
+
+    process, url = None, "http://localhost:1"
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.counted = Acceptance()
+
+    def complete(self, body: dict[str, Any]) -> list[list[int]]:
+        self.bodies.append(body)
+        return [[len(prompt)] for prompt in body["prompt"]]
+
+    def acceptance(self) -> Acceptance:
+        self.counted += Acceptance(4, 8, 3, (3,), steps=4)
+        return self.counted
+
+
+@pytest.mark.parametrize("completed", [3, 2])
+def test_pass_sends_the_prompts_of_its_setting(monkeypatch: pytest.MonkeyPatch, completed: int) -> None:
+    sent = SimpleNamespace()
+
+    def bench_serve(args: Namespace) -> dict[str, Any]:
+        sent.args, sent.prompts = args, Path(args.dataset_path).read_text()
+        times = {"ttfts": [0.1, 0.2, 0.3], "latencies": [0.4, 0.8, 0.9], "output_lens": [4, 4, 4]}
+        return {"completed": completed, "duration": 2.0, "total_output_tokens": 12, **times}
+
+    monkeypatch.setattr("vllm.benchmarks.serve.main", bench_serve)
+    client = FakeClient()
+    engine = Engine(client, ["a", [7, 8]])
+    if completed < 3:
+        with pytest.raises(EngineFailed, match="answered 2 of 3 requests"):
+            engine.measure(SETTING)
+        return
+    found = engine.measure(SETTING)
+    assert sent.prompts == '{"prompt": [7, 8]}\n{"prompt": "a"}\n{"prompt": [7, 8]}\n'  # from `first` on, repeated
+    assert (sent.args.max_concurrency, sent.args.temperature, sent.args.base_url) == (2, 0.0, client.url)
+    assert sent.args.extra_body == {"max_tokens": 4, "ignore_eos": True} and sent.args.save_detailed
+    assert client.bodies[0]["prompt"] == [[7, 8], "a"]  # the warm-up, of so many clients
+    assert (found.tokens_per_second, found.acceptance.tokens_per_step) == (6.0, 1.75)
+    assert (found.ttft_ms, found.tpot_ms) == (200.0, 200.0)
+
+
+def test_greedy_check_sends_prompts_alone_and_together() -> None:
+    client = FakeClient()
+    assert Engine(client, ["a", "bc"]).complete_greedy(SETTING, 3) == [[1], [1], [2], [1]]
+    assert [(body["prompt"], body["temperature"]) for body in client.bodies] == [(["a"], 0.0), (["a", "bc", "a"], 0.0)]
+
+
+def test_mtp_layers_are_counted_from_the_config(tmp_path: Path) -> None:
+    make_mimo(tmp_path)
+    for model, layers in ((tmp_path, 1), (demo.path("target"), 0)):
+        assert count_mtp_layers({"model": str(model), "dtype": "float32"}) == layers
+    change(tmp_path, num_nextn_predict_layers=0)
+    assert count_mtp_layers({"model": str(tmp_path), "dtype": "float32", "skip_tokenizer_init": True}) == 0
+    with pytest.raises(UsageError, match="target /no/such/target: vLLM cannot read it"):
+        count_mtp_layers({"model": "/no/such/target"})
