@@ -20,7 +20,7 @@ from vllm_mtpc.batch.lines import Line, record
 from vllm_mtpc.batch.options import BatchOptions
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.options import API_KEY
-from vllm_mtpc.engine.server import JSON, PROGRAM, VllmServer
+from vllm_mtpc.engine.server import PROGRAM, VllmServer
 from vllm_mtpc.errors import EngineFailed
 
 
@@ -102,7 +102,7 @@ class Worker:
             async with self._alone() if is_last else self._slots:
                 server = self._server
                 try:
-                    async with server.ask("POST", line.url, body, JSON) as answer:
+                    async with server.ask("POST", line.url, body, {"Content-Type": "application/json"}) as answer:
                         return record(line, answer.status, await answer.text())
                 except EngineFailed:
                     await self._revive(server)
