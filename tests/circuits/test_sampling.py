@@ -91,14 +91,6 @@ def test_fault_of_an_ignored_prefix_is_found(name):
     assert min(p_value(counts, distribution[token]) for token in range(3)) < CAUGHT
 
 
-def test_samples_repeat_with_the_same_generator():
-    circuit = make("btree", 4, 3)
-    params = random_params(circuit, 4, batch=64)
-    first, again, other = (circuit.sample(params, generator=torch.Generator().manual_seed(seed)) for seed in (5, 5, 6))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-
-
 @pytest.mark.parametrize("name", CIRCUITS)
 @pytest.mark.parametrize("n, r, vocab", [(2, 3, 4), (3, 2, 4), (4, 3, 3), (5, 3, 2), (6, 2, 3), (4, 1, 3)])
 def test_greedy_takes_the_argmax_of_every_enumerated_conditional(name, n, r, vocab):
@@ -113,12 +105,3 @@ def test_greedy_takes_the_argmax_of_every_enumerated_conditional(name, n, r, voc
             for k in range(0 if given is None else 1, n):
                 distribution = conditionals(table, tuple(row[:k]))
                 assert distribution[row[k]] >= distribution.max() - TOLERANCE
-
-
-def test_greedy_sums_over_competing_latents():
-    """The most probable component (0.4 * 0.9) prefers token 0; two others, 0.3 * 0.9 each, prefer token 1."""
-    circuit = make("cp", 2, 3)
-    leaf = torch.tensor([[[[0.9, 0.1], [0.1, 0.9], [0.1, 0.9]], [[0.6, 0.4]] * 3]]).log()
-    params = CircuitParams(leaf, torch.tensor([[0.4, 0.3, 0.3]]).log(), torch.zeros(1, 0, 3, 3))
-    assert np.exp(conditionals(Enumerated("cp", params).table(), ())) == pytest.approx([0.42, 0.58])
-    assert circuit.greedy(params).tolist() == [[1, 0]]

@@ -13,9 +13,12 @@ from tests.support import heads_zoo
 from tests.support.enumeration import Enumerated, all_tokens, prefix_marginals, repeated
 from tests.support.heads_zoo import V, hidden_states
 from vllm_mtpc.circuits import Circuit, CircuitParams
+from vllm_mtpc.circuits.base import evidence_of
+from vllm_mtpc.circuits.conditionals import conditionals
 from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.base import Head
 from vllm_mtpc.heads.init import INHERITED_STAY, init_from_head
+from vllm_mtpc.kernels.draft import naive
 
 Case = tuple[str, Circuit, CircuitParams]  # a circuit's name, the circuit, parameters of a batch of 2
 # float32 keeps about 7 digits; log probabilities here stay above -40 and sum at most ~30 rounded terms.
@@ -28,7 +31,7 @@ def close(got: torch.Tensor, expected: np.ndarray | list) -> None:
 
 
 def check_enumeration(case: Case) -> None:
-    """The joint, conditionals along sequences, and start, next_log_probs and observe as serving uses them."""
+    """The joint; conditionals along sequences, in training, in drafts, and by start, next_log_probs and observe."""
     name, circuit, params = case
     vocab = params.leaf.shape[-1]
     tokens = all_tokens(circuit.window, vocab)
@@ -38,12 +41,29 @@ def check_enumeration(case: Case) -> None:
         close(circuit.log_prob(many, tokens), table.ravel())
         along, state = circuit.conditional_log_probs(many, tokens), circuit.start(many)
         close(along.sum(dim=1), table.ravel())
+        trained, drafted = conditionals(circuit, many, tokens), draft_conditionals(circuit, many, tokens)
         for k in range(circuit.window):
             distribution = log_softmax(prefix_marginals(table, k + 1), axis=-1)  # [V] * (k + 1)
             close(along[:, k], distribution[tuple(tokens[:, : k + 1].T.numpy())])
             expected = distribution[tuple(tokens[:, :k].T.numpy())]  # k = 0: one row for all
-            close(circuit.next_log_probs(many, state, k), np.broadcast_to(expected, (len(tokens), vocab)))
+            found = [circuit.next_log_probs(many, state, k), trained[:, k], *([drafted[k - 1]] if k else [])]
+            for log_q in found:
+                close(log_q, np.broadcast_to(expected, (len(tokens), vocab)))
             state = circuit.observe(many, state, k, tokens[:, k])
+
+
+def draft_conditionals(circuit: Circuit, params: CircuitParams, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """What `kernels.draft.naive` draws the tokens after the first from, along tokens [B, n]."""
+    found = []
+
+    def follow(log_q: torch.Tensor, k: int) -> torch.Tensor:
+        found.append(log_q)
+        return tokens[:, k + 1]
+
+    evidence = evidence_of(params.leaf[:, :1], tokens[:, :1])[:, 0]
+    logits = params.leaf[:, 1:] + 0.5  # any constant
+    naive.draft(circuit.program, evidence, logits, params.root, params.inner, tokens[:, 0], params.bigram, pick=follow)
+    return found
 
 
 SMALL = 3  # vocabulary small enough to enumerate
