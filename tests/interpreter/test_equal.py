@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,54 +12,28 @@ from typing import Any
 import pytest
 
 from tests.support import workload
+from tests.support.interpreted import launched_kernels
 
 ROOT = Path(__file__).parents[2]
 Report = dict[str, dict[str, Any]]  # numpy_interpreter.check.REPORT
-
-
-def find_kernels() -> set[str]:
-    """The kernels of this package: jit functions that are launched; no other function of the package calls them."""
-    names = set()
-    for path in (ROOT / "kernels").glob("*/*.py"):
-        source = path.read_text()
-        for name in re.findall(r"^ *(?:\w+\.)?(\w+)\[\(", source, re.M):
-            defining = (p for p in path.parent.glob("*.py") if re.search(rf"^def {name}\(", p.read_text(), re.M))
-            names |= {f"vllm_mtpc.kernels.{p.parent.name}.{p.stem}.{name}" for p in defining}
-    return names
-
-
-OURS = find_kernels()
+OURS = launched_kernels("kernels")
 VLLMS = {
-    f"vllm.v1.worker.gpu.{name}"
-    for name in (
-        "block_table._compute_slot_mappings_kernel",
-        "block_table._gather_block_tables_kernel",
-        "buffer_utils._apply_write_kernel",
-        "input_batch._combine_sampled_and_draft_tokens_kernel",
-        "input_batch._expand_idx_mapping_kernel",
-        "input_batch._get_num_sampled_and_rejected_kernel",
-        "input_batch._post_update_kernel",
-        "input_batch._prepare_pos_seq_lens_kernel",
-        "input_batch._prepare_prefill_inputs_kernel",
-        "sample.bad_words._bad_words_kernel",
-        "sample.gumbel._gumbel_sample_kernel",
-        "sample.gumbel._temperature_kernel",
-        "sample.logit_bias._bias_kernel",
-        "sample.logprob._ranks_kernel",
-        "sample.logprob._topk_log_softmax_kernel",
-        "sample.penalties._bincount_kernel",
-        "sample.penalties._penalties_kernel",
-        "sample.prompt_logprob._prompt_logprobs_token_ids_kernel",
-        "spec_decode.rejection_sampler._flatten_sampled_kernel",
-        "spec_decode.rejection_sampler._gather_draft_sampled_kernel",
-        "spec_decode.rejection_sampler_utils._compute_local_logits_stats_kernel",
-        "spec_decode.rejection_sampler_utils._insert_resampled_kernel",
-        "spec_decode.rejection_sampler_utils._rejection_kernel",
-        "spec_decode.rejection_sampler_utils._resample_kernel",
-        "structured_outputs._apply_grammar_bitmask_kernel",
-    )
-} | {"vllm_mtpc.kernels.draft.launches.draft_rows", "vllm_mtpc.proposers.v2.gather._last_rows"}
-
+    "block_table": "compute_slot_mappings gather_block_tables",
+    "buffer_utils": "apply_write",
+    "input_batch": "combine_sampled_and_draft_tokens expand_idx_mapping get_num_sampled_and_rejected post_update "
+    "prepare_pos_seq_lens prepare_prefill_inputs",
+    "sample.bad_words": "bad_words",
+    "sample.gumbel": "gumbel_sample temperature",
+    "sample.logit_bias": "bias",
+    "sample.logprob": "ranks topk_log_softmax",
+    "sample.penalties": "bincount penalties",
+    "sample.prompt_logprob": "prompt_logprobs_token_ids",
+    "spec_decode.rejection_sampler": "flatten_sampled gather_draft_sampled",
+    "spec_decode.rejection_sampler_utils": "compute_local_logits_stats insert_resampled rejection resample",
+    "structured_outputs": "apply_grammar_bitmask",
+}
+SERVED = {f"vllm.v1.worker.gpu.{module}._{name}_kernel" for module, names in VLLMS.items() for name in names.split()}
+SERVED |= {"vllm_mtpc.kernels.draft.launches.draft_rows", "vllm_mtpc.proposers.v2.gather._last_rows"}
 FALLS_BACK = {"tests.support.odd_kernels.sorts"}
 
 
@@ -86,7 +59,9 @@ def own() -> dict[str, Any]:
 
 
 def assert_equal(report: Report, expected: set[str]) -> None:
-    assert not expected - report.keys(), "kernels that were not launched"
+    """`expected`: names of kernels, with or without their modules."""
+    names = report.keys() | {name.rpartition(".")[2] for name in report}
+    assert not expected - names, "kernels that were not launched"
     assert {name for name, entry in report.items() if entry["fell_back"]} == FALLS_BACK & report.keys()
     assert not {name: entry["differs"] for name, entry in report.items() if entry["differs"]}
     assert all(entry["compared"] for name, entry in report.items() if name not in FALLS_BACK)
@@ -95,11 +70,6 @@ def assert_equal(report: Report, expected: set[str]) -> None:
 def test_our_kernels_write_the_same_bits(own: dict[str, Any]) -> None:
     assert len(OURS) == 16, sorted(OURS)
     assert_equal(own["report"], OURS)
-
-
-def test_served_requests_write_the_same_bits() -> None:
-    """vLLM's Model Runner V2 with a btree head; of each set of constants and dtypes one launch."""
-    assert_equal(launched("check-once", "workload", "8", "btree")["report"], VLLMS)
 
 
 def test_injected_fault_is_found(own: dict[str, Any]) -> None:
@@ -112,9 +82,14 @@ def test_every_launch_of_ours_writes_the_same_bits() -> None:
     assert_equal(launched("check", "own_kernels", "all")["report"], OURS)
 
 
-@pytest.mark.slow
-def test_every_launch_of_served_requests_writes_the_same_bits() -> None:
-    assert_equal(launched("check", "workload", "24", *workload.ENGINES)["report"], VLLMS)
+ENGINES = [("check-once", "8", "btree"), pytest.param(("check", "24", *workload.ENGINES), marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("asked", ENGINES, ids=["once", "every launch"])
+def test_served_requests_write_the_same_bits(asked: tuple[str, ...]) -> None:
+    """vLLM's Model Runner V2; "once": with a btree head, of each set of constants and dtypes one launch."""
+    mode, *arguments = asked
+    assert_equal(launched(mode, "workload", *arguments)["report"], SERVED)
 
 
 @pytest.mark.slow

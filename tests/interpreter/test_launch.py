@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 LAUNCHES = """
 import torch, triton.runtime.interpreter as triton_interpreter
@@ -56,15 +58,14 @@ def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
-def test_unsupported_kernel_falls_back_to_triton() -> None:
-    """A kernel that cannot run here falls back; changed device functions are seen; nothing is written twice."""
-    child = python(LAUNCHES)
-    assert child.returncode == 0, child.stderr[-4000:]
+@pytest.mark.parametrize("code", [LAUNCHES, AT_ONCE], ids=["one by one", "all at once"])
+def test_kernels_fall_back_and_diverge(code: str) -> None:
+    """A kernel that cannot run here falls back; changed device functions are seen; nothing is written twice.
 
-
-def test_instances_at_once_equal_instances_in_turn() -> None:
-    """Where instances diverge, writes are undone before each group runs by itself."""
-    child = python(AT_ONCE)
+    All instances at once equal instances in turn: where they diverge, writes are undone before each group runs by
+    itself.
+    """
+    child = python(code)
     assert child.returncode == 0, child.stderr[-4000:]
 
 

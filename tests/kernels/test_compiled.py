@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,8 +14,8 @@ import pytest
 import torch
 
 from tests.support import forks
+from tests.support.interpreted import launched_kernels
 
-FOLDERS = (forks.ROOT / "kernels", forks.ROOT / "proposers")
 # One of each kernel, at the sizes with most in registers; the other circuits are the same code with a smaller stack.
 QUICK = (
     *("demo btree, float64", "EvaByte btree, K=2", "Qwen btree, K=2", "demo btree, token 32"),
@@ -31,18 +30,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-def launched() -> set[str]:
-    """Names of the kernels that our sources launch."""
-    text = "\n".join(file.read_text(encoding="utf-8") for folder in FOLDERS for file in folder.rglob("*.py"))
-    kernels = set(re.findall(r"@triton\.jit(?:\([^)]*\))?\s+def (\w+)", text))
-    return kernels & set(re.findall(r"\b(\w+)\[\(", text))
-
-
 def check(chip: int, names: tuple[str, ...] = ()) -> None:
     from tests.support import compiled
 
     rows = list(compiled.rows(chip, names))
-    assert {row["kernel"] for row in rows} == launched()
+    assert {row["kernel"] for row in rows} == launched_kernels("kernels", "proposers")
     assert not [row for row in rows if row["spilled"] or row["shared"] > compiled.SHARED]
 
 

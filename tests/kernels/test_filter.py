@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support import filter_cases
+from tests.support import filter_cases, interpreted
 from tests.support.enumeration import CIRCUITS, make
 from tests.support.filter_cases import CASES, INF, Case, case, training_gradients
 from vllm_mtpc.kernels.filter import filter_weights, naive
@@ -31,7 +31,7 @@ def reference(given: Case) -> tuple[Tensor, ...]:
 
 @pytest.fixture(scope="module")
 def outputs() -> dict:
-    return filter_cases.run(CASES)
+    return interpreted.launch(filter_cases.launch_all, CASES)
 
 
 def close(got: Tensor, wanted: Tensor, rtol: float = 2e-6) -> None:
@@ -74,23 +74,13 @@ def test_definition_and_its_gradients_equal_enumeration(name: str, n: int, r: in
 
 
 @pytest.mark.parametrize("name", CIRCUITS)
-def test_gradients_of_the_definition_are_those_of_differences(name: str) -> None:
-    given = case(name, 5, 2, 1, 5)
-    inputs = [part.double().requires_grad_(part.numel() > 0) for part in given[1:4]]
-    assert torch.autograd.gradcheck(lambda *parts: filter_weights(given.program, *parts), inputs)
-
-
-@pytest.mark.parametrize("name", CIRCUITS)
 def test_impossible_latents_give_no_nan(name: str) -> None:
     given = CASES[f"holes-{name}"]._replace(inner=case(name, 7, 4, 2, 7).inner)
     inputs = [part.clone().requires_grad_(True) for part in given[1:4]]
     weights = filter_weights(given.program, *inputs)
-    upstream = given.upstream.masked_fill(weights == -INF, 0.0)
-    for got, wanted in zip(
-        torch.autograd.grad(weights, inputs, upstream, materialize_grads=True),
-        reference(given._replace(upstream=upstream))[1:],
-        strict=True,
-    ):
+    given = given._replace(upstream=given.upstream.masked_fill(weights == -INF, 0.0))
+    grads = torch.autograd.grad(weights, inputs, given.upstream, materialize_grads=True)
+    for got, wanted in zip(grads, reference(given)[1:], strict=True):
         close(got, wanted, rtol=1e-5)  # float32 rounding over some 30 steps; NaN equals nothing
 
 

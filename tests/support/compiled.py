@@ -129,18 +129,8 @@ def last_of(ranks: int, vocab: int) -> Shard:
     return Shard(ranks - 1, ranks, vocab, lambda own: own.repeat(ranks, 1), -(-vocab // 64) * 64)
 
 
-def draft(
-    noise: Any,
-    name: str,
-    sizes: tuple[int, int, int],
-    drafts: int | None = None,
-    dtype: torch.dtype = HALF,
-    draw: bool = True,
-    use_fp64: bool = False,
-    ranks: int = 1,
-    token_rank: int = 0,
-) -> None:
-    """The draft kernel on two requests; leaf, cache and bigram have a dtype. ranks: on the last rank of that number."""
+def draft(noise, name, sizes, drafts=None, dtype=HALF, draw=True, use_fp64=False, ranks=1, token_rank=0) -> None:
+    """The draft kernel on two requests of sizes n, r, V; leaf, cache and bigram have a dtype; on the last rank."""
     n, r, vocab = sizes
     drafts = drafts or n - 1
     circuit = get_circuit(name, n, r)

@@ -1,4 +1,4 @@
-"""Inputs of the draft kernel, for its tests and for comparing interpreters; drafts them, with every output poisoned."""
+"""Inputs of the draft kernel, for its tests and for comparing interpreters, and what drafts them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.support import recipe
-from tests.support.interpreted import launch, moved, poisoned
+from tests.support.interpreted import moved
 from vllm_mtpc.circuits import get_circuit
 from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.filter import Program
@@ -29,25 +29,13 @@ class Case:
     seeds: Tensor  # [slots]
     pos: Tensor  # [B]
     one_launch: bool | None = None
-    draw: bool = True
-    with_cache: bool = True
+    draw: bool = True  # else the argmax, without a cache
     cache_dtype: torch.dtype = torch.float32
     use_fp64: bool = False
     shard: Shard | None = None  # params are those of a rank
 
 
-def case(
-    name: str,
-    n: int,
-    r: int,
-    vocab: int,
-    batch: int,
-    drafts: int,
-    scale: float = 2.0,
-    token_rank: int = 0,
-    dtype: torch.dtype = torch.float32,
-    **options: object,
-) -> Case:
+def case(name, n, r, vocab, batch, drafts, scale=2.0, token_rank=0, dtype=torch.float32, **options) -> Case:
     """Random circuits; slots with holes between them; temperature 0 in every third slot.
 
     token_rank: that of a bigram in `dtype`, as large as the differences of logits. Rows of W2 have NaN after
@@ -55,6 +43,7 @@ def case(
     """
     circuit = get_circuit(name, n, r)
     generator = torch.Generator().manual_seed(n * 1000 + r * 100 + vocab + batch)
+    own = torch.Generator().manual_seed(token_rank)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator) * scale
@@ -62,35 +51,23 @@ def case(
     num_slots = batch + 3
     temperature = torch.rand(num_slots, generator=generator) + 0.3
     temperature[::3] = 0.0
-    params = (
-        normal(batch, r) - 5,
-        normal(batch, drafts, r, vocab),
-        normal(batch, r),
-        normal(batch, circuit.num_inner, r, r),
-    )
-    return Case(
+    evidence, leaf, root = normal(batch, r) - 5, normal(batch, drafts, r, vocab), normal(batch, r)
+    params = (evidence, leaf, root, normal(batch, circuit.num_inner, r, r))
+    made = Case(
         circuit.program,
-        (*params, *before(vocab, batch, drafts, token_rank, dtype, scale)),
+        (*params, torch.randint(vocab, (batch,), generator=own), None),
         torch.randperm(num_slots, generator=generator)[:batch],
         temperature,
         torch.randint(2**40, (num_slots,), generator=generator),
         torch.randint(2**31, (batch,), generator=generator),
         **options,
     )
-
-
-def before(
-    vocab: int, batch: int, drafts: int, rank: int, dtype: torch.dtype, scale: float
-) -> tuple[Tensor, Bigram | None]:
-    """The tokens before the first drafts, and the bigram."""
-    generator = torch.Generator().manual_seed(rank)
-    first = torch.randint(vocab, (batch,), generator=generator)
-    if not rank:
-        return first, None
-    target = torch.full((drafts + 1, rank, vocab + 5), torch.nan)
-    target[:drafts, :, :vocab] = torch.randn(drafts, rank, vocab, generator=generator) * scale
-    source = torch.randn(vocab, rank, generator=generator) / rank**0.5
-    return first, Bigram(source.to(dtype), target.to(dtype)[..., :vocab])
+    if token_rank:
+        target = torch.full((drafts + 1, token_rank, vocab + 5), torch.nan)
+        target[:drafts, :, :vocab] = torch.randn(drafts, token_rank, vocab, generator=own) * scale
+        source = torch.randn(vocab, token_rank, generator=own) / token_rank**0.5
+        made.params = (*made.params[:5], Bigram(source.to(dtype), target.to(dtype)[..., :vocab]))
+    return made
 
 
 def with_leaf(base: Case, leaf: Tensor) -> Case:
@@ -164,25 +141,18 @@ CASES: dict[str, Case] = {
     "two tokens": case("hmm", 2, 2, 5, 3, 1),
     "large": case("btree", 3, 2, 32_000, 1, 2),
     "large, one component": case("ff", 3, 1, 32_000, 3, 2),
-    "blocks, one launch": replace(BLOCKS, one_launch=True),
-    "blocks, several": replace(BLOCKS, one_launch=False),
+    **on_both_paths("several blocks", BLOCKS),
     "one block, several launches": case("hmm", 8, 7, 63, 2, 4, one_launch=False),
-    "float64 noise": case("cp", 5, 7, 63, 3, 3, use_fp64=True),
-    "float64 noise, blocks": case("cp", 5, 32, 200, 1, 2, use_fp64=True, one_launch=False),
-    "no draws": case("hmm", 8, 7, 63, 3, 3, draw=False, with_cache=False),
-    "no draws, blocks": case("hmm", 8, 32, 200, 3, 2, draw=False, with_cache=False, one_launch=False),
-    "holes": with_holes(),
-    "holes, blocks": replace(with_holes(), one_launch=False),
+    **on_both_paths("float64 noise", case("cp", 5, 32, 200, 1, 2, use_fp64=True)),
+    **on_both_paths("no draws", case("hmm", 8, 32, 200, 3, 2, draw=False)),
+    **on_both_paths("holes", with_holes()),
     "one-hot": one_hot(),
     "flat": with_leaf(case("btree", 8, 8, 63, 3, 3), torch.zeros(3, 3, 8, 63)),
-    "strided": strided(),
-    "strided, blocks": replace(strided(), one_launch=False),
+    **on_both_paths("strided", strided()),
     "recipe": of_recipe(),
-    "bfloat16 cache": rounded(torch.bfloat16),
+    **on_both_paths("bfloat16 cache", rounded(torch.bfloat16)),
     "float16 cache": rounded(torch.float16),
-    "bfloat16 cache, blocks": replace(rounded(torch.bfloat16), one_launch=False),
-    "padded": padded(),
-    "padded, blocks": replace(padded(), one_launch=False),
+    **on_both_paths("padded", padded()),
 }
 # Leaves that look at the token before: all circuits, ranks that fill no block or several, one vocabulary in some blocks
 TOKEN_CASES: dict[str, Case] = {
@@ -191,7 +161,7 @@ TOKEN_CASES: dict[str, Case] = {
     **on_both_paths("token, hmm", case("hmm", 8, 8, 63, 3, 5, token_rank=67)),
     **on_both_paths("token, btree", case("btree", 8, 32, 700, 2, 3, token_rank=20)),
     **on_both_paths("token, bfloat16", case("hmm", 5, 7, 300, 2, 3, token_rank=16, dtype=torch.bfloat16)),
-    **on_both_paths("token, no draws", case("hmm", 8, 7, 63, 3, 3, token_rank=4, draw=False, with_cache=False)),
+    **on_both_paths("token, no draws", case("hmm", 8, 7, 63, 3, 3, token_rank=4, draw=False)),
     **on_both_paths("token, holes", with_holes(token_rank=4)),
     **on_both_paths("token, padded", padded(token_rank=4)),
     **on_both_paths("token, one draft", case("btree", 4, 4, 63, 3, 1, token_rank=4)),
@@ -209,14 +179,8 @@ class Drafts:
     one_launch: bool
 
 
-def run(cases: dict[str, Case]) -> dict[str, Drafts]:
-    """Return the kernel's drafts of every case, on the CPU."""
-    return launch(draft_all, cases)
-
-
 def draft_all(cases: dict[str, Case], device: str) -> dict[str, Drafts]:
-    with poisoned():
-        return {name: _draft(case, device) for name, case in cases.items()}
+    return {name: _draft(case, device) for name, case in cases.items()}
 
 
 def _draft(case: Case, device: str) -> Drafts:
@@ -226,20 +190,12 @@ def _draft(case: Case, device: str) -> Drafts:
     batch, num_drafts, r, vocab_size = case.params[1].shape
     *params, bigram = case.params
     vocab_size = case.shard.vocab_size if case.shard else vocab_size
-    drafter = Drafter(
-        case.program,
-        r,
-        vocab_size,
-        torch.device(device),
-        noised_argmax,
-        case.use_fp64,
-        case.one_launch,
-        case.shard,
-    )
+    options = (noised_argmax, case.use_fp64, case.one_launch, case.shard)
+    drafter = Drafter(case.program, r, vocab_size, torch.device(device), *options)
     tokens = torch.full((batch, num_drafts + 2), POISON, device=device)[:, :num_drafts]
     confidences = torch.full((batch, num_drafts + 1), float("nan"), device=device)[:, :num_drafts]
     shape = (len(case.temperature), num_drafts + 1, vocab_size)
-    cache = torch.full(shape, float("nan"), dtype=case.cache_dtype, device=device) if case.with_cache else None
+    cache = torch.full(shape, float("nan"), dtype=case.cache_dtype, device=device) if case.draw else None
     drafter(
         *(moved(part, device) for part in params),
         bigram and Bigram(*(moved(part, device) for part in bigram)),

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
 from tests.support.enumeration import CIRCUITS, make
-from tests.support.interpreted import launch, moved, poisoned
+from tests.support.interpreted import moved
 from vllm_mtpc.circuits import base, circuit_class, conditionals
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads import build_head
@@ -110,14 +111,8 @@ Filter = Callable[[Program, Tensor, Tensor, Tensor], Tensor]
 Outcome = tuple[Tensor, Tensor, Tensor, Tensor]  # weights, gradients of evidence, root and inner
 
 
-def run(cases: dict[str, Case]) -> dict:
-    """Return the Outcome of each case; "again": of the first one run twice; "alone": its circuit 1 without the others;
-    "trained": see `training_gradients`."""
-    return launch(launch_all, cases)
-
-
-def training_gradients(name: str, filter_weights: Filter | None = None, device: str = "cpu") -> list[Tensor]:
-    """Loss and gradients of a tiny head in training, chunk by chunk; `filter_weights`: in place of the operation."""
+def training_gradients(name: str, filter_weights: Filter = naive.filter_weights, device: str = "cpu") -> list[Tensor]:
+    """Loss and gradients of a tiny head in training, chunk by chunk, with this filter."""
     r, sizes = min(2, circuit_class(name).max_components), {"model_type": "llama", "vocab_size": 5, "hidden_size": 8}
     asked = {"target": "t", "data": ["d"], "out": "o", "circuit": name, "window": 5, "components": r}
     options = TrainOptions(**asked, beta=0.5, acceptance=0.3, chunk_windows=2)
@@ -126,29 +121,25 @@ def training_gradients(name: str, filter_weights: Filter | None = None, device: 
     head = build_head(config).to(device)
     hidden, distribution = torch.randn(3, 8).to(device), torch.randn(3, 5, 5).log_softmax(-1).to(device)
     tokens = torch.tensor([[0, 2, 1, 1, 4], [2, 0, 0, 3, -1], [1, 1, -1, -1, -1]], device=device)
-    kept = base.filter_weights, conditionals.filter_weights
-    base.filter_weights = conditionals.filter_weights = filter_weights or kept[0]
-    try:
-        loss = step_loss(
-            head, lambda rows: hidden[rows], tokens, (tokens >= 0).sum(0), lambda rows: distribution[rows], options
-        )
+    known = (tokens >= 0).sum(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "filter_weights", filter_weights)
+        patch.setattr(conditionals, "filter_weights", filter_weights)
+        loss = step_loss(head, lambda rows: hidden[rows], tokens, known, lambda rows: distribution[rows], options)
         loss = loss - head.circuit.conditional_log_probs(head(hidden), tokens).mean()
         loss.backward()
-    finally:
-        base.filter_weights, conditionals.filter_weights = kept
     return [loss.detach().cpu(), *(p.grad.cpu() for p in head.parameters())]
 
 
 def launch_all(cases: dict[str, Case], device: str) -> dict:
-    from vllm_mtpc.kernels.filter import kernel
+    """Return the Outcome of each case; "again": of the first one run twice; "alone": its circuit 1 without the others;
+    "trained": see `training_gradients`."""
+    from vllm_mtpc.kernels.filter.kernel import filter_weights
 
-    with poisoned():
-        results: dict = {name: _outcome(kernel.filter_weights, case, device) for name, case in cases.items()}
-        first = next(iter(cases.values()))
-        results["again"] = _outcome(kernel.filter_weights, first, device)
-        results["alone"] = _outcome(kernel.filter_weights, Case(first[0], *(part[1:2] for part in first[1:])), device)
-        results["trained"] = {name: training_gradients(name, kernel.filter_weights, device) for name in CIRCUITS}
-        return results
+    first = next(iter(cases.values()))
+    others = {"again": first, "alone": Case(first[0], *(part[1:2] for part in first[1:]))}
+    results: dict = {name: _outcome(filter_weights, case, device) for name, case in {**cases, **others}.items()}
+    return results | {"trained": {name: training_gradients(name, filter_weights, device) for name in CIRCUITS}}
 
 
 def _outcome(filter_weights: Filter, case: Case, device: str) -> Outcome:

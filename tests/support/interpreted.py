@@ -1,13 +1,10 @@
-"""Runs Triton kernels on a test's inputs: natively on a GPU, else interpreted in one forked process.
-
-Buffers that a launcher leaves uninitialised have NaN and the largest integers.
-"""
+"""Runs Triton kernels on a test's inputs: natively on a GPU, else interpreted in one forked process."""
 
 from __future__ import annotations
 
-import contextlib
+import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -16,52 +13,54 @@ from torch import Tensor
 
 from tests.support import forks
 
-ON_GPU = torch.cuda.is_available()
 Case = tuple[str, tuple[Any, ...]]  # name of the operation, its arguments
+Cases = dict[str, Any]
 
 
-def launch(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return function(*arguments, device): with "cuda" here, or with "cpu" in a fork whose kernels are interpreted."""
-    if ON_GPU:
-        return function(*arguments, "cuda")
+def launch(function: Callable[[Cases, str], Any], cases: Cases) -> Any:
+    """Return function(cases, device): with "cuda" here, or with "cpu" in a fork whose kernels are interpreted."""
+    if torch.cuda.is_available():
+        return poisoned(function, cases, "cuda")
     name = f"{function.__module__}:{function.__name__}"
-    return forks.call("v2", "tests.support.interpreted:_interpret", name, arguments, timeout=600)
+    return forks.call("v2", "tests.support.interpreted:_interpret", name, cases, timeout=600)
 
 
-def _interpret(name: str, arguments: tuple[Any, ...]) -> Any:
+def _interpret(name: str, cases: Cases) -> Any:
     warnings.simplefilter("ignore")  # the interpreter computes masked lanes, -inf - -inf among them
     module, _, function = name.partition(":")
-    return getattr(import_module(module), function)(*arguments, "cpu")
+    return poisoned(getattr(import_module(module), function), cases, "cpu")
 
 
-@contextlib.contextmanager
-def poisoned() -> Iterator[None]:
-    """Fill what torch.empty returns."""
+def poisoned(function: Callable[[Cases, str], Any], cases: Cases, device: str) -> Any:
+    """Return function(cases, device), with NaN and the largest integers in what torch.empty returns."""
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        yield
+        assert torch.empty(4, device=device).isnan().all()
+        return function(cases, device)
     finally:
         torch.use_deterministic_algorithms(was_deterministic)
+
+
+def launched_kernels(*folders: str) -> set[str]:
+    """Names of the jit functions that the sources in these folders of the repository launch."""
+    files = [file for folder in folders for file in (forks.ROOT / folder).rglob("*.py")]
+    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    kernels = set(re.findall(r"@triton\.jit(?:\([^)]*\))?\s+def (\w+)", text))
+    return kernels & set(re.findall(r"\b(\w+)\[\(", text))
 
 
 FUNCTIONS = {"couple": "accept", "leaf": "terms"}  # of operations with another name
 
 
-def run(cases: dict[str, Case]) -> dict[str, Any]:
-    """Return the output of each case's kernel on the CPU; "poison" is the content of an uninitialised buffer."""
-    return launch(launch_all, cases)
-
-
 def launch_all(cases: dict[str, Case], device: str) -> dict[str, Any]:
-    with poisoned():
-        results = {"poison": torch.empty(4, device=device).cpu()}
-        for name, (operation, arguments) in cases.items():
-            by_device = import_module(f"vllm_mtpc.kernels.{operation}" + ("" if device == "cuda" else ".kernel"))
-            function = getattr(by_device, FUNCTIONS.get(operation, operation))
-            out = function(*(moved(argument, device) for argument in arguments))
-            results[name] = out.cpu() if isinstance(out, Tensor) else tuple(part.cpu() for part in out)
-        return results
+    """Return the output of each case's kernel on the CPU."""
+    results = {}
+    for name, (operation, arguments) in cases.items():
+        by_device = import_module(f"vllm_mtpc.kernels.{operation}" + ("" if device == "cuda" else ".kernel"))
+        out = getattr(by_device, FUNCTIONS.get(operation, operation))(*(moved(part, device) for part in arguments))
+        results[name] = out.cpu() if isinstance(out, Tensor) else tuple(part.cpu() for part in out)
+    return results
 
 
 def moved(tensor: Any, device: str) -> Any:

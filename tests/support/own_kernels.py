@@ -34,16 +34,15 @@ ON_A_RANK = replace(draft_cases.BLOCKS, shard=Shard(1, 2, 1300, lambda own: own.
 
 
 def launch_all() -> None:
-    _launch(kernel_cases.CASES, interpreted.launch_all)
-    _launch(filter_cases.CASES, filter_cases.launch_all)
-    _launch(draft_cases.CASES, draft_cases.draft_all)
-    draft_cases.draft_all({"a rank": ON_A_RANK}, "cpu")
+    for cases, launch in (
+        (kernel_cases.CASES, interpreted.launch_all),
+        (filter_cases.CASES, filter_cases.launch_all),
+        (draft_cases.CASES, draft_cases.draft_all),
+    ):
+        few = {name: case for name, case in cases.items() if name in FEW}
+        interpreted.poisoned(launch, cases if "all" in sys.argv else few, "cpu")
+    interpreted.poisoned(draft_cases.draft_all, {"a rank": ON_A_RANK}, "cpu")
     odd_kernels.launch_all()
-
-
-def _launch(cases: dict[str, Any], launch: Callable) -> None:
-    few = {name: case for name, case in cases.items() if name in FEW}
-    launch(cases if "all" in sys.argv else few, "cpu")
 
 
 def _other_order(x: Value, axis: int | None = None) -> Value:
@@ -76,13 +75,9 @@ def found_with(name: str, fault: Callable) -> dict[str, Any]:
     return dict(check.REPORT)
 
 
-def main() -> None:
+if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # masked lanes: -inf - -inf among them
     launch_all()
     report = dict(check.REPORT)
     print(json.dumps({"report": report, "injected": {name: found_with(*fault) for name, fault in INJECTED.items()}}))
-
-
-if __name__ == "__main__":
-    main()
