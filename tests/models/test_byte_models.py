@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +13,7 @@ import torch
 from tests.support import byte_llama_reference, evabyte_reference
 from tests.support.engine import Call, Engine, run
 from tests.support.heads import check_greedy, drafts, fit_head, random_adapters
+from vllm_mtpc.engine.server import run_server
 from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.models.hooks import check_limits
 
@@ -153,49 +148,24 @@ def test_head_reads_states_of_draft_layers_on_v2(tmp_path: Path, name: str, bloc
         assert index > 4 or (note["hidden"] - unadapted).abs().max() > 0.05 * unadapted.abs().max(), (request, row)
 
 
-def ask(port: int, server: subprocess.Popen[bytes], log: Path) -> dict[str, Any]:
-    """One chat completion, as soon as the server answers."""
-    body = {"model": "m", "messages": MESSAGES, "temperature": 0, "max_tokens": COUNT, "ignore_eos": True}
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/chat/completions",
-        json.dumps(body | {"return_token_ids": True}).encode(),
-        {"Content-Type": "application/json"},
-    )
-    for _ in range(480):
-        try:
-            with urllib.request.urlopen(request, timeout=120) as answer:
-                return json.load(answer)
-        except (urllib.error.URLError, ConnectionError):
-            if server.poll() is not None:
-                break
-            time.sleep(0.5)
-    raise AssertionError(log.read_text()[-4000:])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_chat_over_http(tmp_path: Path, name: str) -> None:
-    target, log = tmp_path / "target", tmp_path / "log"
-    model = make_model(name, target)
+    model = make_model(name, tmp_path / "target")
     fit_head(tmp_path / "head", model.reference, model.sizes, [[70, 71, 72]], 12)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(target), "--port", str(port)]
-    command += ["--served-model-name", "m", "--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
-    command += ["--kv-cache-memory-bytes", str(1 << 26), "--host", "127.0.0.1"]
+    command = [str(tmp_path / "target"), "--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
+    command += ["--kv-cache-memory-bytes", str(1 << 26), "--served-model-name", "m"]
     command += ["--speculative-config", json.dumps({"method": "mtpc", "model": str(tmp_path / "head")})]
-    with open(log, "wb") as written, subprocess.Popen(command, stdout=written, stderr=written) as server:
-        try:
-            answer = ask(port, server, log)
-        finally:
-            server.terminate()
-            server.wait(60)
+    body = {"model": "m", "messages": MESSAGES, "temperature": 0, "max_tokens": COUNT, "ignore_eos": True}
+    with run_server(command, tmp_path / "log") as client:
+        _, text = client.post("/v1/chat/completions", json.dumps(body | {"return_token_ids": True}).encode())
+    answer = json.loads(text)
     prompt = answer["prompt_token_ids"]
     assert answer["choices"][0]["token_ids"] == model.reference.greedy(prompt, COUNT)
-    if name == "byte_llama":
-        assert prompt[0] == 256
-        assert prompt[-3:] == [261, 257, 264]  # assistant, end of header, two line breaks in one token
+    if name == "byte_llama":  # at the end: assistant, end of header, two line breaks in one token
+        assert [prompt[0], *prompt[-3:]] == [256, 261, 257, 264]
     else:
-        text = bytes(index - 64 for index in prompt if index >= 64)
-        assert text == b"system\n\nuser\n\nWhich user, and why? \n\nassistant\n\n"
+        assert (
+            bytes(index - 64 for index in prompt if index >= 64)
+            == b"system\n\nuser\n\nWhich user, and why? \n\nassistant\n\n"
+        )

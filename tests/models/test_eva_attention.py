@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from vllm_mtpc.models.evabyte.attention import EvaPlanBuilder, SummaryPlanBuilde
 from vllm_mtpc.models.evabyte.plan import EvaPlan, SummaryPlan, make_plan, make_summary_plan
 
 WINDOW, CHUNK, HEADS, SIZE = 32, 4, 2, 8
-BLOCK = 16  # of summaries, in tokens
+BLOCK, LONGEST = 16, 112  # of summaries, in tokens; positions at most
 # tokens in a block of tokens: 16 in the same block table; fewer in another table; less than a chunk
 TOKEN_BLOCKS = [16, 4, 2]
 # (positions before this step, rows of this step): a decode, drafts across a window, a prompt over three windows, a
@@ -42,29 +43,34 @@ class Common:
     max_seq_len: int
 
 
+def common_of(requests: Sequence[tuple[int, int]], table: Tensor, num_rows: int, block: int = BLOCK) -> Common:
+    """A step of requests (positions before it, rows), padded to num_rows."""
+    slots = [
+        int(table[request, position // block]) * block + position % block
+        for request, (start, count) in enumerate(requests)
+        for position in range(start, start + count)
+    ]
+    rows = torch.tensor([count for _, count in requests])
+    ends = torch.tensor([start + count for start, count in requests], dtype=torch.int32)
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), rows.cumsum(0)]).int()
+    slot_mapping = torch.tensor(slots + [-1] * (num_rows - len(slots)))
+    return Common(starts, ends, table[: len(requests)], slot_mapping, num_rows, int(rows.max()), int(ends.max()))
+
+
 def make_step(token_block: int = BLOCK, pad: int = 3) -> tuple[EvaPlan, SummaryPlan]:
-    rows = torch.tensor([rows for _, rows in REQUESTS])
-    ends = torch.tensor([start + rows for start, rows in REQUESTS], dtype=torch.int32)
     generator = torch.Generator().manual_seed(0)
 
     def make_table(block: int) -> Tensor:
-        columns = 7 * BLOCK // block
+        columns = LONGEST // block
         return torch.randperm(5 * columns + 5, generator=generator)[: 5 * columns].view(5, columns).int() + 1
 
     far = make_table(BLOCK)
     near = far if token_block == BLOCK else make_table(token_block)
-    slots = [
-        int(near[request, position // token_block]) * token_block + position % token_block
-        for request, (start, count) in enumerate(REQUESTS)
-        for position in range(start, start + count)
-    ]
-    starts = torch.cat([torch.zeros(1, dtype=torch.int64), rows.cumsum(0)]).int()
-    slot_mapping = torch.tensor(slots + [-1] * pad)
-    sizes = {"window_size": WINDOW, "chunk_size": CHUNK, "block_size": token_block}
-    step = Common(starts, ends, near, slot_mapping, len(slot_mapping), int(rows.max()), 112)
-    plan = make_plan(step, **sizes)
-    sizes["block_size"] = BLOCK
-    return plan, make_summary_plan(replace(step, block_table_tensor=far), **sizes)
+    num_rows = sum(count for _, count in REQUESTS) + pad
+    step = replace(common_of(REQUESTS, near, num_rows, token_block), max_seq_len=LONGEST)
+    sizes = {"window_size": WINDOW, "chunk_size": CHUNK}
+    plan = make_plan(step, block_size=token_block, **sizes)
+    return plan, make_summary_plan(replace(step, block_table_tensor=far), block_size=BLOCK, **sizes)
 
 
 def make_caches(plan: EvaPlan, places: SummaryPlan) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,17 +133,7 @@ def test_attention_in_torch_equals_its_definition(token_block: int) -> None:
 
 
 def paged_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    seqused_k: Tensor,
-    block_table: Tensor,
-    causal: bool,
-    softmax_scale: float,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    return_softmax_lse: bool,
+    q, k, v, cu_seqlens_q, seqused_k, block_table, causal, softmax_scale, max_seqlen_q, max_seqlen_k, return_softmax_lse
 ) -> tuple[Tensor, Tensor]:
     """FlashAttention over pages [blocks, N, H, D] in PyTorch: (out, lse [H, T]); causal from the last row."""
     assert return_softmax_lse
@@ -146,8 +142,7 @@ def paged_attention(
     starts = cu_seqlens_q.tolist()
     for index, (start, end) in enumerate(pairwise(starts)):
         length, rows = int(seqused_k[index]), end - start
-        assert rows <= max_seqlen_q
-        assert length <= max_seqlen_k
+        assert rows <= max_seqlen_q and length <= max_seqlen_k
         if rows == 0 or length == 0:
             out[start:end] = 0
             continue
@@ -189,25 +184,13 @@ def test_flash_attention_fits_pages_of_16(monkeypatch: pytest.MonkeyPatch) -> No
     assert not fits(torch.bfloat16, 128, GPU_BLOCK, 16)  # windows inside a block
 
 
-ROWS, SEQS, LONGEST = 3, 4, 112  # rows of a request that decodes, requests of the graph, positions at most
+ROWS, SEQS = 3, 4  # rows of a request that decodes, requests of the graph
+SIZES = SimpleNamespace(window_size=WINDOW, chunk_size=CHUNK)
 CONFIG = SimpleNamespace(
-    model_config=SimpleNamespace(
-        hf_config=SimpleNamespace(window_size=WINDOW, chunk_size=CHUNK), max_model_len=LONGEST
-    ),
+    model_config=SimpleNamespace(hf_config=SIZES, max_model_len=LONGEST),
     speculative_config=SimpleNamespace(num_speculative_tokens=ROWS - 1),
     scheduler_config=SimpleNamespace(max_num_seqs=SEQS),
 )
-
-
-def common_of(positions: list[int], table: Tensor, num_reqs: int, num_rows: int) -> Common:
-    """A step of ROWS rows after `positions` of each request, padded to num_reqs and num_rows."""
-    slots = torch.full((num_rows,), -1)
-    for request, start in enumerate(positions):
-        for row, position in enumerate(range(start, start + ROWS)):
-            slots[request * ROWS + row] = int(table[request, position // BLOCK]) * BLOCK + position % BLOCK
-    ends = torch.tensor([start + ROWS for start in positions] + [0] * (num_reqs - len(positions)), dtype=torch.int32)
-    starts = (torch.arange(num_reqs + 1) * ROWS).clamp(max=ROWS * len(positions)).int()
-    return Common(starts, ends, table[:num_reqs], slots, num_rows, ROWS, max(positions) + ROWS)
 
 
 def run_step(plan: EvaPlan, places: SummaryPlan, caches: list[Tensor], rows: list[Tensor]) -> Tensor:
@@ -215,7 +198,7 @@ def run_step(plan: EvaPlan, places: SummaryPlan, caches: list[Tensor], rows: lis
     query, key, value = rows
     write_tokens(caches[0], key, value, plan)
     write_summaries(caches[1], caches[0], *(torch.full((HEADS, SIZE), value) for value in (0.3, -0.2)), plan, places)
-    return attend_paged(query, *caches, plan, places, lambda **given: paged_attention(**given))
+    return attend_paged(query, *caches, plan, places, paged_attention)
 
 
 def test_captured_plan_is_refilled_by_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,9 +207,8 @@ def test_captured_plan_is_refilled_by_every_step(monkeypatch: pytest.MonkeyPatch
     spec, device = SimpleNamespace(block_size=BLOCK), torch.device("cpu")
     builders = [make(spec, ["layer"], CONFIG, device) for make in (EvaPlanBuilder, SummaryPlanBuilder)]
     table = torch.zeros(SEQS, LONGEST // BLOCK, dtype=torch.int32)  # vLLM's, at a fixed address
-    captured = [
-        builder.build_for_cudagraph_capture(common_of([0] * SEQS, table, SEQS, ROWS * SEQS)) for builder in builders
-    ]
+    first_step = common_of([(0, ROWS)] * SEQS, table, ROWS * SEQS)
+    captured = [builder.build_for_cudagraph_capture(first_step) for builder in builders]
     assert captured[0].max_seq_len == LONGEST  # or a graph captured with short texts would not read summaries
     generator = torch.Generator().manual_seed(4)
     table += torch.randperm(table.numel(), generator=generator).view_as(table) + 1
@@ -234,19 +216,19 @@ def test_captured_plan_is_refilled_by_every_step(monkeypatch: pytest.MonkeyPatch
     first = torch.randn(blocks, HEADS, BLOCK, 2 * SIZE, generator=generator)
     second = torch.randn(blocks, HEADS, BLOCK // CHUNK, 2 * SIZE, generator=generator)
     for positions in ([40, 30, 5, 61], [63, 95], [7], [33, 31, 94]):
-        padded, real = common_of(positions, table, SEQS, ROWS * SEQS), len(positions)
+        requests, real = [(position, ROWS) for position in positions], len(positions)
+        padded = common_of(requests + [(0, 0)] * (SEQS - real), table, ROWS * SEQS)
         rows = [torch.randn(ROWS * SEQS, HEADS, SIZE, generator=generator) for _ in range(3)]
         kept = [builder.build(0, padded) for builder in builders]
         for made, held in zip(kept, captured, strict=True):
             for name, value in vars(held).items():
                 if isinstance(value, Tensor):
-                    assert (
-                        getattr(made, name).data_ptr() == value.data_ptr() and getattr(made, name).shape == value.shape
-                    )
+                    same = getattr(made, name)
+                    assert same.data_ptr() == value.data_ptr() and same.shape == value.shape
         replayed = [first.clone(), second.clone()]
         out = run_step(*captured, replayed, rows)
 
-        own = common_of(positions, table, real, ROWS * real)
+        own = common_of(requests, table, ROWS * real)
         wanted = [first.clone(), second.clone()]
         plans = [builder.plan(replace(own, max_seq_len=LONGEST)) for builder in builders]
         expected = run_step(*plans, wanted, [part[: ROWS * real] for part in rows])
@@ -259,8 +241,7 @@ def test_plan_of_a_prompt_uses_no_buffers(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(attention, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     builder = EvaPlanBuilder(SimpleNamespace(block_size=BLOCK), ["layer"], CONFIG, torch.device("cpu"))
     table = torch.ones(SEQS, LONGEST // BLOCK, dtype=torch.int32)
-    common = replace(common_of([0], table, 1, ROWS), max_query_len=ROWS + 1)
-    builder.build(0, common)
+    builder.build(0, replace(common_of([(0, ROWS)], table, ROWS), max_query_len=ROWS + 1))
     assert not builder.buffers
 
 
