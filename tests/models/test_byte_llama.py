@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.byte_llama_reference import Reference, make_byte_llama, make_texts
 from tests.support.engine import Call, Engine, run
-from tests.support.heads import check_greedy, drafts, fit_head
+from tests.support.heads import ask_twice, check_greedy, check_twice, fit_head
 
 COUNT = 30
 GREEDY = {"temperature": 0, "max_tokens": COUNT, "ignore_eos": True}
@@ -43,24 +43,15 @@ def test_text_with_chunks_preemption_and_prefix_on_v1(served: SimpleNamespace) -
     prompts, last = served.prompts, served.prompts[-1:]
     # min_tokens and the stale stop ids of generation_config.json would end the engine
     careful = {"temperature": 0, "min_tokens": COUNT, "max_tokens": COUNT}
-    calls = [Call(prompts, [GREEDY] * len(prompts)), Call(last, [GREEDY]), Call(last, [careful])]
-    few_blocks = {"kv_cache_memory_bytes": BYTES_OF_6_BLOCKS}
-    replies = run({"btree": Engine(served.model, calls, SMALL_BLOCKS | CHUNKS | few_blocks | served.btree)}, "v1")[
-        "btree"
-    ]
-    check_greedy(served.reference, prompts, replies[:1], COUNT)
-    check_greedy(served.reference, last, replies[1:], COUNT)
-    first, second, _ = replies
-    assert first.metrics["vllm:num_preemptions"] > 0
-    assert second.metrics["vllm:prefix_cache_hits"] > first.metrics["vllm:prefix_cache_hits"]
-    assert min(drafts(first)) > 0
+    calls = [*ask_twice(prompts, GREEDY), Call(last, [careful])]
+    arguments = SMALL_BLOCKS | CHUNKS | served.btree | {"kv_cache_memory_bytes": BYTES_OF_6_BLOCKS}
+    *replies, third = run({"btree": Engine(served.model, calls, arguments)}, "v1")["btree"]
+    check_twice(served.reference, prompts, replies, COUNT)
+    check_greedy(served.reference, last, [third], COUNT)
+    assert replies[0].metrics["vllm:num_preemptions"] > 0
 
 
 def test_text_with_chunks_and_prefix_on_v2(served: SimpleNamespace) -> None:
     prompts = served.prompts[2:]
-    calls = [Call(prompts, [GREEDY] * len(prompts)), Call(prompts[-1:], [GREEDY])]
-    replies = run({"btree": Engine(served.model, calls, SMALL_BLOCKS | CHUNKS | served.btree)}, "v2")["btree"]
-    check_greedy(served.reference, prompts, replies[:1], COUNT)
-    check_greedy(served.reference, prompts[-1:], replies[1:], COUNT)
-    assert replies[1].metrics["vllm:prefix_cache_hits"] > 0
-    assert min(drafts(replies[0])) > 0
+    engine = Engine(served.model, ask_twice(prompts, GREEDY), SMALL_BLOCKS | CHUNKS | served.btree)
+    check_twice(served.reference, prompts, run({"btree": engine}, "v2")["btree"], COUNT)

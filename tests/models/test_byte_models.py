@@ -12,7 +12,7 @@ import torch
 
 from tests.support import byte_llama_reference, evabyte_reference
 from tests.support.engine import Call, Engine, run
-from tests.support.heads import check_greedy, drafts, fit_head, random_adapters
+from tests.support.heads import ask_twice, check_greedy, check_twice, drafts, fit_head, random_adapters
 from vllm_mtpc.engine.server import run_server
 from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.models.hooks import check_limits
@@ -128,13 +128,12 @@ def test_head_reads_states_of_draft_layers_on_v2(tmp_path: Path, name: str, bloc
         adapted = byte_llama_reference.Reference(tmp_path / "target")
         adapted.llama.load_state_dict(merged)
     fit_head(tmp_path / "head", reference, model.sizes, prompts, COUNT // 2, adapted, layers)
-    calls = [Call(prompts, [GREEDY] * len(prompts)), Call(prompts[-1:], [GREEDY])]
     arguments = {"max_model_len": 128, "max_num_batched_tokens": 24, "enable_chunked_prefill": True}
     arguments |= {"speculative_config": {"method": "mtpc", "model": str(tmp_path / "head")}, "block_size": block}
-    replies = run({"layers": Engine(str(tmp_path / "target"), calls, arguments, "layers")}, "v2")["layers"]
-    check_greedy(reference, prompts, replies[:1], COUNT)
-    check_greedy(reference, prompts[-1:], replies[1:], COUNT)
-    assert replies[1].metrics["vllm:prefix_cache_hits"] > 0 and min(drafts(replies[0])) > 0
+    replies = run({"layers": Engine(str(tmp_path / "target"), ask_twice(prompts, GREEDY), arguments, "layers")}, "v2")[
+        "layers"
+    ]
+    check_twice(reference, prompts, replies, COUNT)
     answers = replies[0].tokens + replies[1].tokens
     texts = [prompt + answer[0] for prompt, answer in zip([*prompts, prompts[-1]], answers, strict=True)]
     states, own = ([one.hidden(text) for text in texts] for one in (adapted, reference))

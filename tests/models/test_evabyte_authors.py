@@ -52,8 +52,8 @@ def test_logits_are_those_of_the_authors_code(tmp_path: Path) -> None:
     (tmp_path / "code" / "code_of_authors" / "__init__.py").write_text("")
     texts = [torch.randint(64, 320, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
     torch.save(texts, tmp_path / "texts.pt")
-    words = [tmp_path / "code", tmp_path, tmp_path / "texts.pt", tmp_path / "logits.pt"]
-    subprocess.run([sys.executable, "-c", THEIRS, *map(str, words)], check=True)
+    words = map(str, (tmp_path / "code", tmp_path, tmp_path / "texts.pt", tmp_path / "logits.pt"))
+    subprocess.run([sys.executable, "-c", THEIRS, *words], check=True)
     target = load_target(tmp_path, torch.float32)
     for text, theirs in zip(texts, torch.load(tmp_path / "logits.pt"), strict=True):
         ours = target.hidden(text[None])[0] @ target.model.get_output_embeddings().weight.T  # [L, 8 V]

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tests.support.greedy import GreedyReference
 
@@ -82,9 +83,7 @@ def make_byte_llama(folder: Path, texts: list[list[int]], seed: int = 0) -> None
 def _save_tokenizer(folder: Path) -> None:
     """As published: bytes are their own ids, and four words of the chat template are tokens wherever they stand."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    names = [chr(byte if byte in printable else next(others)) for byte in range(256)]
+    names = [bytes_to_unicode()[byte] for byte in range(256)]
     names += ["<|begin_of_text|>", "<|end_header_id|>", "<|end_of_text|>", "<|eot_id|>", "<|start_header_id|>"]
     names += ["assistant", "system", "user", "\u010a\u010a"]  # the last: two line breaks
     tokenizer = Tokenizer(models.Unigram([(name, 0.0) for name in names], unk_id=None))

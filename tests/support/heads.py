@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.engine import Reply
+from tests.support.engine import Call, Reply
 from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.checkpoint.load import module_names
 from vllm_mtpc.config.mtpc_config import HeadConfig
@@ -73,6 +73,20 @@ def check_greedy(reference: Any, prompts: list[list[int]], replies: list[Reply],
         for prompt, samples in zip(prompts, reply.tokens, strict=True):
             assert len(samples[0]) == count
             assert reference.is_greedy(prompt, samples[0])
+
+
+def ask_twice(prompts: list[list[int]], sampling: dict[str, Any]) -> list[Call]:
+    """All prompts, then the last one again, whose prefix is cached."""
+    return [Call(prompts, [sampling] * len(prompts)), Call(prompts[-1:], [sampling])]
+
+
+def check_twice(reference: Any, prompts: list[list[int]], replies: list[Reply], count: int) -> None:
+    """The answers to `ask_twice` are greedy, with a cached prefix, and with accepted and rejected drafts."""
+    first, second = replies
+    check_greedy(reference, prompts, [first], count)
+    check_greedy(reference, prompts[-1:], [second], count)
+    assert second.metrics["vllm:prefix_cache_hits"] > first.metrics["vllm:prefix_cache_hits"]
+    assert min(drafts(first)) > 0
 
 
 def drafts(reply: Reply) -> tuple[int, int]:

@@ -7,8 +7,6 @@ vLLM 0.32 does ("cut"); the grammar allows the tokens 0 and 1: the target's P ha
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -17,29 +15,15 @@ P, Q = (0.5, 0.5, 0.0, 0.0), (0.4, 0.0, 0.3, 0.3)
 
 
 def draft_and_verify(
-    log_p: Callable[[Tensor], Tensor],
-    log_q: Tensor,
-    last: Tensor,
-    anchor: Tensor,
-    seeds: Tensor,
-    noise: list[Tensor],
-    mark: Callable[[Tensor], Tensor] = lambda rows: rows,
-    is_block: bool = False,
+    log_p, log_q, last, anchor, seeds, noise, mark=lambda rows: rows, is_block=False
 ) -> tuple[Tensor, Tensor]:
-    """Draft after the tokens last[B] at positions anchor[B], and verify.
+    """Draft after the tokens last[B] at positions anchor[B]; return verified tokens [B, 1 + K] and their number [B].
 
     Args:
-        log_p: the target's logits [B, 1 + K, V] after the tokens [B, 1 + K].
+        log_p: function from tokens [B, 1 + K] to the target's logits [B, 1 + K, V] after them.
         log_q: [V, V], of the next draft given the token before.
-        last: [B].
-        anchor: [B].
-        seeds: [B], of verification.
-        noise: seeds [B] of each of the K drafts.
-        mark: the tokens [B, 1 + K] with -1 for invalid drafts.
-        is_block: verify blocks.
-
-    Returns:
-        Tokens [B, 1 + K], and how many are valid [B].
+        seeds, noise: seeds [B] of verification, and of each of the K drafts.
+        mark: function that replaces invalid drafts among tokens [B, 1 + K] by -1.
     """
     from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
@@ -52,21 +36,11 @@ def draft_and_verify(
         q = log_q[rows[-1]].contiguous()
         rows.append(gumbel_sample(q, slots, temperature, noise[k], anchor + k, logits_cache=cache, **options))
     tokens, columns = torch.stack(rows, dim=1), torch.arange(drafts + 1)
-    return rejection_sample(
-        log_p(tokens).flatten(0, 1).contiguous(),
-        cache,
-        mark(tokens).flatten(),
-        (torch.arange(count + 1) * (drafts + 1)).int(),
-        (anchor[:, None] + columns).flatten(),
-        slots,
-        slots.repeat_interleave(drafts + 1),
-        columns.repeat(count).int(),
-        temperature,
-        seeds,
-        drafts,
-        None,
-        use_block_verification=is_block,
-    )
+    starts, positions = (torch.arange(count + 1) * (drafts + 1)).int(), (anchor[:, None] + columns).flatten()
+    rows = (slots, slots.repeat_interleave(drafts + 1), columns.repeat(count).int())
+    logits, options = log_p(tokens).flatten(0, 1).contiguous(), {"use_block_verification": is_block}
+    given = (logits, cache, mark(tokens).flatten(), starts, positions, *rows)
+    return rejection_sample(*given, temperature, seeds, drafts, None, **options)
 
 
 def block_distributions() -> tuple[Tensor, Tensor]:
@@ -113,16 +87,17 @@ def masked_tokens(count: int) -> dict[str, list[int]]:
         """Rows after the first forbidden draft are not masked: there, any token is as good as another."""
         return torch.where(forbidden(tokens)[:, :, None], torch.zeros(len(P)), torch.tensor(P).log())
 
+    def cut(tokens: Tensor) -> Tensor:
+        return tokens.flatten().masked_fill(forbidden(tokens).flatten(), -1)
+
+    def kept(tokens: Tensor) -> Tensor:
+        return tokens.flatten().masked_fill(unmark_first(forbidden(tokens).flatten()), -1)
+
     found = {}
-    for name in ("kept", "cut"):
-
-        def mark(tokens: Tensor, is_kept: bool = name == "kept") -> Tensor:
-            invalid = forbidden(tokens).flatten()
-            return tokens.flatten().masked_fill(unmark_first(invalid) if is_kept else invalid, -1)
-
-        seeds = torch.randint(1 << 62, (count,), generator=torch.Generator().manual_seed(3))
-        last, anchor = torch.zeros(count, dtype=torch.long), torch.ones(count, dtype=torch.long)
-        log_q = torch.tensor(Q).log().expand(len(Q), -1)
+    seeds = torch.randint(1 << 62, (count,), generator=torch.Generator().manual_seed(3))
+    last, anchor = torch.zeros(count, dtype=torch.long), torch.ones(count, dtype=torch.long)
+    log_q = torch.tensor(Q).log().expand(len(Q), -1)
+    for name, mark in (("kept", kept), ("cut", cut)):
         tokens, valid = draft_and_verify(log_p, log_q, last, anchor, seeds, [seeds, seeds], mark)
         for row, length in zip(tokens.tolist(), valid.tolist(), strict=True):
             if max(row[:length]) > 1:  # the row of a draft is the one before it: forbidden drafts are never accepted
