@@ -1,4 +1,4 @@
-"""The fast interpreter writes what Triton's own writes, bit for bit, with every kernel that runs on this machine."""
+"""The fast interpreter writes what Triton's own writes, bit for bit; launches, fallbacks and errors."""
 
 from __future__ import annotations
 
@@ -37,17 +37,15 @@ SERVED |= {"vllm_mtpc.kernels.draft.launches.draft_rows", "vllm_mtpc.proposers.v
 FALLS_BACK = {"tests.support.odd_kernels.sorts"}
 
 
+def python(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT / 'scripts/interpreter'}:{ROOT}", **env}
+    return subprocess.run([sys.executable, *words], env=env, cwd=ROOT, capture_output=True, text=True, timeout=1200)
+
+
 def launched(mode: str, module: str, *arguments: str) -> dict[str, Any]:
     """The JSON that a module of tests.support prints after comparing both interpreters."""
-    env = {
-        **os.environ,
-        "TRITON_INTERPRET": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "1",
-        "PYTHONPATH": f"{ROOT / 'scripts/interpreter'}:{ROOT}",
-        "MTPC_INTERPRETER": mode,
-    }
-    command = [sys.executable, "-m", f"tests.support.{module}", *arguments]
-    child = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=1200)
+    options = {"VLLM_USE_V2_MODEL_RUNNER": "1", "MTPC_INTERPRETER": mode}
+    child = python("-m", f"tests.support.{module}", *arguments, **options)
     assert child.returncode == 0, child.stdout[-2000:] + child.stderr[-4000:]
     return json.loads(child.stdout.splitlines()[-1])
 
@@ -98,3 +96,64 @@ def test_served_tokens_are_equal_with_all_instances_at_once(engine: str) -> None
     """MTPC_INTERPRETER=lanes is equal to rounding, which turns no token here."""
     one, other = (launched(mode, "workload", "16", engine)["tokens"] for mode in ("numpy", "lanes"))
     assert one == other
+
+
+LAUNCHES = """
+import torch, triton.runtime.interpreter as triton_interpreter
+from tests.support import odd_kernels as odd
+from numpy_interpreter import launch
+
+x, out = torch.randn(64, generator=torch.Generator().manual_seed(0)), torch.zeros(64)
+odd.sorts[(1,)](x, out, SIZE=64)
+assert torch.equal(out, x.sort().values)
+assert [kernel.__name__ for kernel in launch.fallen_back] == ["sorts"], launch.fallen_back
+
+odd.scales[(1,)](x, out, SIZE=64)
+assert torch.equal(out, 2 * x)
+odd.doubled, kept = odd.negated, odd.doubled  # as a test that injects a fault does
+odd.scales[(1,)](x, out, SIZE=64)
+assert torch.equal(out, -x)
+odd.doubled = kept
+
+out.zero_()
+try:
+    odd.writes_then_sorts[(1,)](x, out, True, SIZE=64)
+except triton_interpreter.InterpreterError as error:
+    assert "tensor.sort" in str(error), error
+else:
+    raise AssertionError("ran twice")
+assert out[0] == x[0]
+odd.writes_then_sorts[(1,)](x, out, False, SIZE=64)
+assert torch.equal(out, x)
+assert len(launch.fallen_back) == 1
+"""
+
+AT_ONCE = """
+import torch
+from tests.support import odd_kernels as odd
+from numpy_interpreter import launch
+
+x, outs = torch.randn(48, 32, generator=torch.Generator().manual_seed(0)), []
+for launch.is_at_once in (False, True):
+    outs.append(torch.zeros(48))
+    odd.parts[(48,)](x, outs[-1], SIZE=32)
+assert torch.allclose(*outs, rtol=1e-6) and not launch.one_by_one and outs[0].unique().numel() > 40, outs
+"""
+
+
+@pytest.mark.parametrize("code", [LAUNCHES, AT_ONCE], ids=["one by one", "all at once"])
+def test_kernels_fall_back_and_diverge(code: str) -> None:
+    """A kernel that cannot run here falls back; changed device functions are seen; nothing is written twice.
+
+    All instances at once equal instances in turn: where they diverge, writes are undone before each group runs by
+    itself.
+    """
+    child = python("-c", code)
+    assert child.returncode == 0, child.stderr[-4000:]
+
+
+def test_environment_variable_selects_the_interpreter() -> None:
+    code = "import triton.runtime.interpreter as i; print(i.InterpretedFunction.run.__module__)"
+    for chosen, module in {"": "numpy_interpreter.launch", "triton": "triton.runtime.interpreter"}.items():
+        assert python("-c", code, MTPC_INTERPRETER=chosen).stdout.strip() == module
+    assert "give numpy, lanes, triton, check or check-once" in python("-c", code, MTPC_INTERPRETER="tritn").stderr
