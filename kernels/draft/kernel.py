@@ -1,9 +1,4 @@
-"""`naive.draft` in Triton: drafts, their conditionals in a cache like vLLM's `draft_logits`, and confidences.
-
-Two paths store the same (README.md): one launch for all drafts of small leaves, and blocks of the vocabulary for large
-ones. The ranks of a divided vocabulary take the second path. They exchange normalisers before the first draft
-(conditioned leaves: at every draft), one record per draft, and the conditionals at the end.
-"""
+"""`naive.draft` in Triton, on two paths (README.md): drafts, conditionals as in `draft_logits`, and confidences."""
 
 from __future__ import annotations
 

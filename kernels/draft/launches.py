@@ -1,11 +1,9 @@
 """The kernels of both paths (README.md), that of one launch last, and their functions.
 
-Vectors [R] and the stack are those of `filter.kernel`; a tile is [R, BLOCK], components by tokens. Strides of a leaf
-are in units of UNIT (`kernel.Drafter`).
-
-Between launches the state of a circuit is in memory, [1 + DEPTH, B, R]: weights, then the stack. A part of a
-conditional is summarised in a record of 5 + R numbers: the noised value of its best token, that token, the moments
-(maximum of log q / T, sum of exp(. - maximum) and of its square), the token's evidence, all in the value's dtype.
+Vectors [R] and the stack are those of `filter.kernel`; a tile is [R, BLOCK], components by tokens. Between launches the
+state of a circuit is in memory, [1 + DEPTH, B, R]: weights, then the stack. A part of a conditional is summarised in a
+record of 5 + R numbers: the noised value of its best token, that token, the moments (maximum of log q / T, sum of
+exp(. - maximum) and of its square), the token's evidence, all in the value's dtype.
 """
 
 from __future__ import annotations

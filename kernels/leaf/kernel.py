@@ -1,10 +1,4 @@
-"""`naive.terms` in Triton, in two launches.
-
-    1. every tile: per state its largest logit, the sum of exp(logit - largest) and the token's logit, if in the tile
-    2. every (request, component): the log of the whole sum, next to the token's logit
-
-A tile is BLOCK_V rows of one unembedding times BLOCK_B states in float32. Block sizes are derived, not measured.
-"""
+"""`naive.terms` in Triton, in two launches (README.md); block sizes are derived, not measured."""
 
 from __future__ import annotations
 

@@ -1,12 +1,4 @@
-"""`naive.pick` in Triton, in two launches.
-
-    1. every block of the vocabulary: its largest logit and the sum of exp(logit - largest)
-    2. every row: the block that u falls into, from the sums; then the token in it, from that block's logits
-
-exp is float32, every sum float64, so edges are within 1e-6 of those of `naive.py`. The order of summation in a row
-depends on V alone: equal logits and equal u give equal tokens in any batch. A logit 90 or more below the largest of its
-block may have no mass here.
-"""
+"""`naive.pick` in Triton (README.md): sums of all blocks; then the block that u falls into, and the token in it."""
 
 from __future__ import annotations
 

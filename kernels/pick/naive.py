@@ -1,7 +1,7 @@
 """Pick(u, Q): the smallest token j whose cumulative mass, in vocabulary order, exceeds u times the whole.
 
-With u uniform on [0, 1) the token follows Q = softmax(logits). Where rounding leaves no such j, it is the last token
-with mass. Logits of -inf or NaN have no mass and are never picked; in a row without any mass it is the last index.
+Q is softmax(logits). Where rounding leaves no such j, it is the last token with mass. Logits of -inf or NaN have no
+mass; in a row without any mass the last index is picked.
 """
 
 from __future__ import annotations
