@@ -34,10 +34,10 @@ COMMON_KEYS = ("method", "model", "revision", "num_speculative_tokens", KEY)  # 
 REJECTION_METHODS = ("standard", "block", "synthetic")  # vLLM 0.33's "fly" keeps drafts that must be rejected
 
 # Targets of LoRA draft layers: `model.layers` of (positions, states, residual), `model.norm`, auxiliary hidden states
-DRAFT_LAYER_TARGETS = tuple(
-    f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "EvaByte", "TPULlama")
+DRAFT_LAYER_TARGETS = (
+    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"),
+    *("Qwen3ForCausalLM", "EvaByteForCausalLM", "TPULlamaForCausalLM"),
 )
-
 # vLLM's classes of these targets return the states before the final norm; a test compares the list with its sources
 BEFORE_NORM = (
     *("MiMoForCausalLM", "Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"),
@@ -112,11 +112,11 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
         head = read_config(folder)
         check_head(folder, head, given, target)
         check_tensors(folder, head)
+        given |= {"model": str(folder), "model_folder": str(folder), "head": head}
         given.setdefault("draft_sample_method", getattr(head, "draft_sample_method", "greedy"))
         drafts = given.setdefault("num_speculative_tokens", head.num_speculative_tokens)
         if not (needs_default := KEY not in given):
             given[KEY] = parse_schedule(given[KEY], drafts)
-        given |= {"model": str(folder), "model_folder": str(folder), "head": head}
         try:
             made = cls(**given, target_model_config=target, target_parallel_config=parallel)
         except ValidationError as error:
@@ -151,9 +151,9 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
     @property
     def aux_layers(self) -> list[int]:
         """Layers of the target whose input states the head's draft layers or backbone read."""
-        count = getattr(self.head, "lora_layers", 0)  # a field of circuit heads alone
-        ours = getattr(self.head, "aux_hidden_state_layer_ids", None) or []
-        return [self.target_model_config.hf_text_config.num_hidden_layers - count] if count else list(ours)
+        if count := getattr(self.head, "lora_layers", 0):  # a field of circuit heads alone
+            return [self.target_model_config.hf_text_config.num_hidden_layers - count]
+        return list(getattr(self.head, "aux_hidden_state_layer_ids", None) or [])
 
     @property
     def has_backbone(self) -> bool:
@@ -181,81 +181,66 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
 
     def check_target(self) -> None:
         """Raise ServeConfigError for a target or layout that heads of this method are not served on."""
-        head, target, subject = self.head, self.target_model_config, f"speculative_config: head {self.model} has"
-        ours = head.transformer_layer_config.get("num_hidden_layers")
-        depth = getattr(target.hf_text_config, "num_hidden_layers", None)
+        head, target, name = self.head, self.target_model_config, self.target_model_config.model
+        subject, ours = f"speculative_config: head {self.model} has", head.transformer_layer_config
+        ours, depth = ours.get("num_hidden_layers"), getattr(target.hf_text_config, "num_hidden_layers", None)
         if head.lora_layers and target.architecture not in DRAFT_LAYER_TARGETS:
             raise ServeConfigError(
-                f"{subject} lora_layers={head.lora_layers}, and target {target.model} is {target.architecture}: draft "
-                f"layers are served on {', '.join(DRAFT_LAYER_TARGETS)}; use a head trained with lora_layers 0"
+                f"{subject} lora_layers={head.lora_layers}, and target {name} is {target.architecture}: allowed are "
+                f"{', '.join(DRAFT_LAYER_TARGETS)}; use a head trained with lora_layers 0"
             )
         if head.lora_layers and ours not in (None, depth):
-            raise ServeConfigError(
-                f"{subject} draft layers of a target with {ours} layers, but {target.model} has {depth}; "
-                "use a head trained for this target"
-            )
+            reason = f"draft layers of a target with {ours} layers, but {name} has {depth}"
+            raise ServeConfigError(f"{subject} {reason}; use a head trained for this target")
         check_final_norm(self)
         if self.has_backbone:
-            self._check_backbone()
+            self._check_backbone(f"{subject} a backbone:")
 
-    def _check_backbone(self) -> None:
+    def _check_backbone(self, subject: str) -> None:
         head, target, ranks = self.head, self.target_model_config, self.target_parallel_config.tensor_parallel_size
-        depth, last = target.get_total_num_hidden_layers(), max(self.aux_layers)
-        sizes = {name: getattr(head, name) for name in ("backbone_heads", "backbone_kv_heads", "backbone_width")}
+        depth, last, name = target.get_total_num_hidden_layers(), max(self.aux_layers), target.model
+        sizes = {size: getattr(head, size) for size in ("backbone_heads", "backbone_kv_heads", "backbone_width")}
         if ranks % head.backbone_kv_heads == 0:  # ranks share key and value heads
             del sizes["backbone_kv_heads"]
-        uneven = [f"{name}={size}" for name, size in sizes.items() if size % ranks]
-        name, dtype, has_states = target.model, self.head_dtype, "set_aux_hidden_state_layers"
-        shared = "its layers share the target's KV cache: allowed head_dtype: auto; given"
-        other_head = "not served together in this version; use a head of another kind"
+        uneven = ", ".join(f"{option}={size}" for option, size in sizes.items() if size % ranks)
+        is_closed, other = not _target_class_has(target, "set_aux_hidden_state_layers"), "use a head of another kind"
         for is_bad, reason in (
-            (target.use_mla, f"target {name} keeps compressed keys and values (MLA): {other_head}"),
-            (target.uses_mrope, f"target {name} has several positions per token: {other_head}"),
-            (
-                not _target_class_has(target, has_states),
-                f"target {name} does not return the states of its layers (vLLM: SupportsEagle3): {other_head}",
-            ),
+            (target.use_mla, f"target {name} keeps compressed keys and values (MLA); {other}"),
+            (target.uses_mrope, f"target {name} has several positions per token; {other}"),
+            (is_closed, f"target {name} does not return the states of its layers (vLLM: SupportsEagle3); {other}"),
             (last > depth, f"reads layer {last}, but target {name} has {depth}; use a head of this target"),
-            (dtype != "auto", f"{shared}: {dtype}; remove head_dtype"),
-            (bool(uneven), f"with {', '.join(uneven)}, which tensor_parallel_size={ranks} does not divide; lower it"),
+            (self.head_dtype != "auto", f"allowed head_dtype: auto; given: {self.head_dtype}; remove head_dtype"),
+            (uneven, f"with {uneven}, which tensor_parallel_size={ranks} does not divide; lower it"),
         ):
             if is_bad:
-                raise ServeConfigError(f"speculative_config: head {self.model} has a backbone: {reason}")
+                raise ServeConfigError(f"{subject} {reason}")
 
     def check_engine(self, vllm_config: Any) -> None:
         """Raise ServeConfigError for an engine this head is not served with; make V1's scheduling synchronous."""
-        is_v2, head, rule = vllm_config.use_v2_model_runner, self.head, self.rejection_sample_method
+        is_v2, kind, rule = vllm_config.use_v2_model_runner, self.head.head, self.rejection_sample_method
         stages, scheduler = vllm_config.parallel_config.pipeline_parallel_size, vllm_config.scheduler_config
         if stages > 1 and not (is_v2 and scheduler.async_scheduling):
-            v2 = "V2 with synchronous scheduling", "drop --no-async-scheduling"
-            runner, remedy = v2 if is_v2 else ("V1", how_to_v2())
             raise ServeConfigError(
-                f"pipeline_parallel_size={stages} with drafts on Model Runner {runner}: vLLM crashes there; allowed: "
-                f"Model Runner V2 with asynchronous scheduling; {remedy}, or use tensor parallelism"
+                f"pipeline_parallel_size={stages} with drafts: allowed: Model Runner V2 with asynchronous scheduling; "
+                f"{'drop --no-async-scheduling' if is_v2 else how_to_v2()}, or use tensor parallelism"
             )
         check_structured_outputs(vllm_config)
         if self.aux_layers:
             check_draft_layers(vllm_config)
-        if vllm_config.lora_config is not None and HEADS[head.head].needs_lm_head:
+        if vllm_config.lora_config is not None and HEADS[kind].needs_lm_head:
             raise ServeConfigError(
-                f"enable_lora with a head of kind {head.head!r}: it reads the target's lm_head, whose LoRA layer takes "
-                "one row per request; allowed: heads of kind 'linear', 'mlp', 'transformer'; drop one of them"
+                f"enable_lora with a head of kind {kind!r}: the LoRA layer of an lm_head takes one row per request; "
+                "allowed: heads of kind 'linear', 'mlp', 'transformer'; drop one of them"
             )
         if is_v2 and self.min_acceptance:
-            raise ServeConfigError(
-                f"min_acceptance={self.min_acceptance} on Model Runner V2, where drafts stay on the device; allowed: "
-                "0; drop it, or type enable_adaptive_verification: true"
-            )
+            remedy = "allowed: 0; drop it, or type enable_adaptive_verification: true"
+            raise ServeConfigError(f"min_acceptance={self.min_acceptance} on Model Runner V2: {remedy}")
         if is_v2:
             return
-        is_cpu, coupled, method = current_platform.is_cpu(), "verify='coupled'", f"rejection_sample_method {rule!r}"
-        for is_bad, option, reason in (
-            (self.verify == "coupled", coupled, ": unseeded noise cannot be drawn again; allowed: 'rejection'"),
-            (rule == "block", method, ": it verifies token by token; allowed: 'standard'"),
-            (rule == "synthetic" and is_cpu, method, " on a CPU: vLLM's kernels lack it; allowed: 'standard'"),
-        ):
-            if is_bad:
-                raise ServeConfigError(f"{option} on Model Runner V1{reason}; drop it, or {how_to_v2()}")
+        has_rule = rule == "block" or (rule == "synthetic" and current_platform.is_cpu())  # V1 verifies token by token
+        if has_rule or self.verify == "coupled":  # unseeded noise cannot be drawn again
+            given, allowed = (f"rejection_sample_method {rule!r}", "standard") if has_rule else ("verify", "rejection")
+            raise ServeConfigError(f"{given} on Model Runner V1: allowed: {allowed!r}; drop it, or {how_to_v2()}")
         scheduler.async_scheduling = False  # V1 drafts from token lists on the host
         if self.has_default_schedule and self.min_acceptance is None:  # the worker plans by measured costs
             self.num_speculative_tokens_per_batch_size = None
@@ -267,52 +252,41 @@ def check_options(given: dict[str, Any], allowed: tuple[str, ...]) -> None:
     if old in given and new in allowed:
         logger.warning("speculative_config: %s is now %s; the old name goes in 0.3", old, new)
         given[new] = given.pop(old)
+    rule, subject = given.get("rejection_sample_method", "standard"), "speculative_config:"
     if unknown := next((key for key in given if key not in allowed), None):
-        raise ServeConfigError(
-            f"speculative_config: {unknown!r} is not an option of method {given['method']!r}; allowed: "
-            f"{', '.join(allowed)}; remove it"
-        )
-    rule = given.get("rejection_sample_method", "standard")
+        remedy = f"allowed: {', '.join(allowed)}; remove it"
+        raise ServeConfigError(f"{subject} {unknown!r} is not an option of method {given['method']!r}; {remedy}")
     if rule not in REJECTION_METHODS:
-        raise ServeConfigError(
-            f"speculative_config: rejection_sample_method={rule!r} does not keep the target's distribution or is not "
-            f"known; allowed: {', '.join(REJECTION_METHODS)}; drop it"
-        )
+        reason = f"does not keep the distribution or is not known; allowed: {', '.join(REJECTION_METHODS)}; drop it"
+        raise ServeConfigError(f"{subject} rejection_sample_method={rule!r} {reason}")
     if rule != "standard" and given.get("verify") == "coupled":
-        raise ServeConfigError(
-            f"speculative_config: rejection_sample_method={rule!r} with verify='coupled', which rejects nothing; "
-            "allowed: 'standard'; drop one of them"
-        )
+        reason = "with verify='coupled', which rejects nothing; allowed: 'standard'; drop one of them"
+        raise ServeConfigError(f"{subject} rejection_sample_method={rule!r} {reason}")
 
 
 def check_head(folder: Path, head: AnyHeadConfig, given: Mapping[str, Any], target: ModelConfig) -> None:
     """Raise ServeConfigError for a head of another method or target, a recurrent target, or too many drafts."""
-    method, asked, subject = head.speculators_model_type, given["method"], f"speculative_config: head {folder}"
+    method, asked, name, size = head.speculators_model_type, given["method"], target.model, head.hidden_size
+    ours, start = f"head {folder}", "speculative_config:"
     if method != asked:
-        raise ServeConfigError(f'{subject} is of method {method!r}, not {asked!r}; type {{"method": "{method}"}}')
-    for name, size in (("vocab_size", target.get_vocab_size()), ("hidden_size", target.get_hidden_size())):
-        if (own := getattr(head, name)) != size:
+        raise ServeConfigError(f'{start} {ours} is of method {method!r}, not {asked!r}; type {{"method": "{method}"}}')
+    for field, wanted in (("vocab_size", target.get_vocab_size()), ("hidden_size", target.get_hidden_size())):
+        if (own := getattr(head, field)) != wanted:
             raise ServeConfigError(
-                f"{subject} has {name}={own}, but target {target.model} has {size}; use a head trained for this target "
+                f"{start} {ours} has {field}={own}, but target {name} has {wanted}; use a head trained for this target "
                 f"(this one was trained for {head.speculators_config.verifier.name_or_path})"
             )
     if target.is_hybrid or target.is_attention_free:
-        raise ServeConfigError(
-            f"speculative_config: target {target.model} is {target.architecture}, which has recurrent layers: allowed "
-            "are targets with attention layers alone; drop speculative_config"
-        )
+        reason = "which has recurrent layers: allowed are attention layers alone; drop speculative_config"
+        raise ServeConfigError(f"{start} target {name} is {target.architecture}, {reason}")
     copies = getattr(target.hf_config, "hc_mult", 1)  # as vLLM's speculators find out
     if copies > 1 and _target_class_has(target, "get_mtp_target_hidden_states"):
-        raise ServeConfigError(
-            f"speculative_config: target {target.model} returns hidden states of {copies} x {head.hidden_size} "
-            f"numbers, head {folder} reads hidden_size={head.hidden_size}; drop speculative_config"
-        )
+        reason = f"{ours} reads hidden_size={size}; drop speculative_config"
+        raise ServeConfigError(f"{start} target {name} returns hidden states of {copies} x {size} numbers, {reason}")
     drafts, most = given.get("num_speculative_tokens"), head.window - 1
     if drafts is not None and not (isinstance(drafts, int) and 1 <= drafts <= most):
-        raise ServeConfigError(
-            f"speculative_config: num_speculative_tokens={drafts}; head {folder} has window={head.window}: allowed are "
-            f"1 to {most}; lower it or leave it out"
-        )
+        reason = f"{ours} has window={head.window}: allowed are 1 to {most}; lower it or leave it out"
+        raise ServeConfigError(f"{start} num_speculative_tokens={drafts}; {reason}")
 
 
 def parse_schedule(given: Any, num_drafts: int) -> Schedule | None:
@@ -348,8 +322,8 @@ def check_final_norm(spec: MtpcSpeculativeConfig) -> None:
     if target.architecture in BEFORE_NORM:
         raise ServeConfigError(
             f"speculative_config: target {target.model} is {target.architecture}, which returns hidden states from "
-            f"before its final norm; head {spec.model} reads those after it: allowed are other targets; drop the head, "
-            'or serve the target\'s own MTP layers: {"method": "mtp", "num_speculative_tokens": 1}'
+            "before its final norm: allowed are other targets; drop the head, or serve the target's own MTP layers: "
+            '{"method": "mtp", "num_speculative_tokens": 1}'
         )
 
 
@@ -370,7 +344,5 @@ def _find_head_folder(given: dict[str, Any], target: ModelConfig) -> Path:
             place = snapshot_download(place, revision=target.revision, allow_patterns=["mtpc/*"])
     if bundled := find_head(place):
         return bundled
-    raise ServeConfigError(
-        f"speculative_config: no 'model' given and {target.model} bundles no head in mtpc/; "
-        'name one: {"method": "mtpc", "model": "HEAD_FOLDER"}'
-    )
+    remedy = 'name one: {"method": "mtpc", "model": "HEAD_FOLDER"}'
+    raise ServeConfigError(f"speculative_config: no 'model', and {target.model} bundles no head in mtpc/; {remedy}")

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from vllm_mtpc.config.mtpc_config import HeadConfig
     from vllm_mtpc.heads.base import Head
 
-# Logits of a draft that exist at once; larger batches are drafted in several goes. At V=128,256 and r=8 in bfloat16
-# each batch of the default schedule on a GPU is one go.
-LOGITS_BYTES = 1 << 30
+LOGITS_BYTES = 1 << 30  # of a draft that exist at once; larger batches are drafted in several goes
 
 
 class DraftMemory(NamedTuple):
@@ -26,7 +24,7 @@ class DraftMemory(NamedTuple):
 
     weights: int  # the head's parameters and buffers
     buffers: int  # made at start: conditionals of the last drafts, a row per request
-    activation: int  # logits of the largest draft, nearly all that exists at once next to both
+    activation: int  # logits of the largest draft
 
 
 def logits_bytes(head: Head, drafts: int, dtype: torch.dtype) -> int:
@@ -49,7 +47,6 @@ def rows_at_once(
     """Return the largest batch with K drafts whose logits fit in LOGITS_BYTES by K, the largest draft first.
 
     Args:
-        head, logits_dtype: the head, and the dtype of its logits.
         drafts_by_batch, num_drafts: K by batch size (index 0 is unused), and K where no batch has drafts.
         graph_sizes: batch sizes of CUDA graphs, to which batches are padded.
     """

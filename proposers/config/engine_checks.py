@@ -22,10 +22,9 @@ def check_adaptive_verification(engine_args: Any) -> None:
         ("pipeline_parallel_size above 1", engine_args.pipeline_parallel_size > 1),
     ):
         if holds:
-            raise ServeConfigError(
-                f"enable_adaptive_verification with {reason}: vLLM needs Model Runner V2 on a GPU with full CUDA "
-                "graphs, no LoRA and one pipeline stage; drop either; on Model Runner V1 min_acceptance prunes drafts"
-            )
+            needs = "vLLM needs Model Runner V2 with full CUDA graphs, no LoRA and one stage"
+            remedy = "drop either; on Model Runner V1 min_acceptance prunes drafts"
+            raise ServeConfigError(f"enable_adaptive_verification with {reason}: {needs}; {remedy}")
 
 
 def check_draft_layers(vllm_config: Any) -> None:
@@ -35,15 +34,10 @@ def check_draft_layers(vllm_config: Any) -> None:
     if spec.has_backbone:
         subject, remedy = "a head of kind 'backbone'", "a head of another kind"
     if not vllm_config.use_v2_model_runner:
-        raise ServeConfigError(
-            f"{subject} on Model Runner V1, which keeps no KV cache for draft layers: allowed: Model Runner V2; "
-            f"{how_to_v2()}, or use {remedy}"
-        )
+        reason = f"on Model Runner V1: allowed: Model Runner V2; {how_to_v2()}, or use {remedy}"
+        raise ServeConfigError(f"{subject} {reason}")
     if stages > 1:
-        raise ServeConfigError(
-            f"{subject} and pipeline_parallel_size={stages}: draft layers are not divided into stages; allowed: 1; "
-            "use tensor_parallel_size"
-        )
+        raise ServeConfigError(f"{subject} and pipeline_parallel_size={stages}: allowed: 1; use tensor_parallel_size")
     # a connector that saves single layers while the target runs would miss the draft layers, which run after it
     transfer, is_layerwise = vllm_config.kv_transfer_config, False
     if transfer is not None and transfer.kv_connector is not None:
@@ -57,10 +51,8 @@ def check_draft_layers(vllm_config: Any) -> None:
 def check_structured_outputs(vllm_config: Any) -> None:
     """Raise ServeConfigError for lm-format-enforcer, whose adapter in vLLM refuses drafts in every request."""
     if vllm_config.structured_outputs_config.backend == "lm-format-enforcer":
-        raise ServeConfigError(
-            "structured_outputs_config: vLLM's adapter of backend='lm-format-enforcer' refuses drafts in every "
-            "request; allowed: auto, xgrammar, guidance, outlines; drop it"
-        )
+        allowed = "allowed: auto, xgrammar, guidance, outlines; drop it"
+        raise ServeConfigError(f"structured_outputs_config: backend='lm-format-enforcer' refuses drafts; {allowed}")
 
 
 def check_second_pass(subject: str, vllm_config: Any, others: dict[str, bool]) -> None:

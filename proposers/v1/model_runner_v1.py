@@ -1,8 +1,8 @@
 """vLLM's V1 model runner with drafts of `MtpcProposer`; on a CPU requests with a seed are verified by coupling.
 
-Coupling (see `proposers/v2/verification.py`): vLLM's sampler on a CPU draws one number per token from the request's
-generator, and derives the token's Gumbel noise from it. Drafts and the target's tokens at their rows are sampled with
-the same numbers, drawn ahead. On other devices a seed guarantees only the distribution.
+Coupling (see `proposers/v2/verification.py`): vLLM's sampler on a CPU derives a token's Gumbel noise from one number of
+the request's generator. Drafts and the target's tokens at their rows are sampled with the same numbers, drawn ahead. On
+other devices a seed guarantees only the distribution.
 """
 
 from __future__ import annotations
@@ -106,10 +106,7 @@ class HeadModelRunner(GPUModelRunner):
         return True
 
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
-        """Sample a step without drafts as plain vLLM does.
-
-        vLLM would verify no rows, which takes 0.3 ms, and its top-k of no rows raises on a CPU.
-        """
+        """Sample a step without drafts as plain vLLM does: its top-k of no rows raises on a CPU."""
         if spec_decode_metadata is None or spec_decode_metadata.max_spec_len == 0:
             return super()._sample(logits, None)
         generators = self.input_batch.sampling_metadata.generators if self.couples else {}

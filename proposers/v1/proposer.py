@@ -1,11 +1,7 @@
-"""MtPC drafts on vLLM's V1 runner.
-
-For each request: take the target's hidden state at its last accepted token and the token x_1 sampled there, condition
-the circuit on x_1, sample x_2 .. x_{1+K} from the exact conditionals, and hand these conditionals to vLLM's rejection
-sampler.
+"""MtPC drafts on vLLM's V1 runner: those of `v2/speculator.py`, computed with PyTorch.
 
 Unlike on Model Runner V2 a seeded request draws with its own generator (`model_runner_v1.py`), and the draft
-probabilities are normalised after temperature.
+probabilities, which vLLM's rejection sampler receives, are normalised after temperature.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
 from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
@@ -39,12 +35,12 @@ from vllm_mtpc.proposers.v1.draft_planner import GREEDY, SAMPLED, Confidence, Dr
 GREEDY_BELOW = 1e-5  # vLLM's own threshold (v1/sample/sampler.py)
 
 
-def draw_numbers(generator: torch.Generator, count: int) -> torch.Tensor:
+def draw_numbers(generator: torch.Generator, count: int) -> Tensor:
     """Return the numbers [count] of the next tokens, one draw each, as `TopKTopPSampler.forward_cpu` does."""
     return torch.randint(0, 2**31, (count,), generator=generator, dtype=torch.int64)
 
 
-def peek_numbers(generator: torch.Generator, count: int) -> torch.Tensor:
+def peek_numbers(generator: torch.Generator, count: int) -> Tensor:
     """Return the same numbers and leave the generator as it is."""
     state = generator.get_state()
     numbers = draw_numbers(generator, count)
@@ -52,26 +48,26 @@ def peek_numbers(generator: torch.Generator, count: int) -> torch.Tensor:
     return numbers
 
 
-def sample_tokens(logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+def sample_tokens(logits: Tensor, numbers: Tensor) -> Tensor:
     """Return tokens [T] int64 of processed logits [T, V] float32, as vLLM samples them with these numbers [T]."""
     return torch.ops._C.fused_gumbel_argmax(logits.contiguous(), numbers)
 
 
-def set_one_hot(probs: torch.Tensor, rows: list[int], tokens: torch.Tensor) -> None:
+def set_one_hot(probs: Tensor, rows: list[int], tokens: Tensor) -> None:
     """Make rows of probs [B, V] one-hot at tokens [B], in place.
 
     Drafts of structured requests that are not masked (heads/grammar_masks.py) are the argmax, with probability 1: where
     vLLM prunes them then depends on nothing that was sampled, and the output distribution is unchanged.
     """
     if rows:
-        probs[rows] = torch.nn.functional.one_hot(tokens[rows], probs.shape[1]).to(probs.dtype)
+        probs[rows] = nn.functional.one_hot(tokens[rows], probs.shape[1]).to(probs.dtype)
 
 
 def drafts_before_min_tokens(processors: Any) -> dict[int, int]:
     """Return, by row of the batch, the most drafts of a request that has not reached `min_tokens`.
 
     For the token after the last draft vLLM counts only the tokens before the step: a step that passes `min_tokens`
-    could not end the text where plain vLLM could. With so few drafts no step passes it.
+    could not end the text where plain vLLM could.
     """
     return {
         row: max(min_tokens - len(outputs) - 1, 0)
@@ -107,14 +103,14 @@ class MtpcProposer:
         if self.is_probabilistic:
             self.draft_probs = torch.zeros(max_num_reqs, self.num_drafts, spec.head.vocab_size, dtype=torch.float32)
 
-    def load_model(self, target_model: torch.nn.Module) -> None:
+    def load_model(self, target_model: nn.Module) -> None:
         self.model, device = self._load_head(self.folder, target_model), next(target_model.parameters()).device
         self.confidence.values = self.confidence.values.to(device)
         if self.is_probabilistic:
             self.draft_probs = self.draft_probs.to(device)
         log_drafts(self.vllm_config, "NONE")
 
-    def prepared(self, spec: Any, target_model: torch.nn.Module) -> Callable[[], None]:
+    def prepared(self, spec: Any, target_model: nn.Module) -> Callable[[], None]:
         """Load the head of another configuration; return what makes it the served one (heads/swap.py)."""
         head, measured = self._load_head(spec.model_folder, target_model), measured_acceptance(Path(spec.model_folder))
 
@@ -124,7 +120,7 @@ class MtpcProposer:
 
         return commit
 
-    def _load_head(self, folder: str, target_model: torch.nn.Module) -> Head:
+    def _load_head(self, folder: str, target_model: nn.Module) -> Head:
         device, target_dtype = next(target_model.parameters()).device, self.target_dtype
         # reading leaf weights is most of a draft on a CPU; the conditionals are float32 in any case
         is_halved = device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -137,7 +133,7 @@ class MtpcProposer:
         runner: Any,
         sampled_token_ids: list[list[int]],
         sampling_metadata: Any,
-        sample_hidden_states: torch.Tensor,
+        sample_hidden_states: Tensor,
         spec_decode_metadata: Any,
         scheduler_output: Any,
     ) -> list[list[int]]:
@@ -154,7 +150,10 @@ class MtpcProposer:
         self.pruned["budget"] += self.planner.begin_step(names, verified, emitted, is_plain)
         started = time.perf_counter()
         runner._draft_probs = runner._draft_prob_req_ids = None
-        kind = _request_kinds(sampling_metadata, len(emitted))
+        if sampling_metadata.all_greedy or sampling_metadata.all_random:
+            kind = np.full(len(emitted), GREEDY if sampling_metadata.all_greedy else SAMPLED)
+        else:  # the batch has both
+            kind = np.where(sampling_metadata.temperature.numpy(force=True) < GREEDY_BELOW, GREEDY, SAMPLED)
         asked = [max_drafts(runner.requests[name].sampling_params, self.num_drafts) for name in names]
         most = min(scheduler_output.num_spec_tokens_to_schedule, max(asked))  # by the user's schedule
         num_sampled = int(kind.sum())
@@ -167,15 +166,14 @@ class MtpcProposer:
             num_rows = torch.tensor(verified) + 1  # [B], with logits
             last = num_rows.cumsum(0) - num_rows + torch.tensor(emitted).clamp(min=1) - 1  # [B], the last accepted ones
             hidden = sample_hidden_states[last]
-            made = self._generate_drafts(runner, sampled_token_ids, sampling_metadata, hidden, num_drafts)
-            drafts, grammar_ends = made
+            drafts, ends = self._generate_drafts(runner, sampled_token_ids, sampling_metadata, hidden, num_drafts)
             confidence = self.confidence.read(len(kind), num_drafts)
             allowed = [min(num_drafts, one) for one in asked]
             likely = list(map(min, self.planner.lengths(confidence, kind, threshold), allowed))
             self.pruned["confidence"] += sum(allowed) - sum(likely)
             early = drafts_before_min_tokens(sampling_metadata.logitsprocs)
             for row, length in enumerate(likely):
-                length = min(length, grammar_ends.get(row, num_drafts), early.get(row, num_drafts))
+                length = min(length, ends.get(row, num_drafts), early.get(row, num_drafts))
                 drafts[row] = drafts[row][:length] if emitted[row] else []
             drafted = Drafted(kind, confidence, list(map(len, drafts)))
         seconds = time.perf_counter() - started
@@ -185,13 +183,9 @@ class MtpcProposer:
         return drafts
 
     def _generate_drafts(
-        self,
-        runner: Any,
-        sampled_token_ids: list[list[int]],
-        sampling_metadata: Any,
-        hidden: torch.Tensor,  # [B, D]
-        num_drafts: int,
+        self, runner: Any, sampled_token_ids: list[list[int]], sampling_metadata: Any, hidden: Tensor, num_drafts: int
     ) -> tuple[list[list[int]], dict[int, int]]:
+        """Return K drafts of each request from hidden [B, D], and the drafts by row after which its grammar ends."""
         batch, names = len(sampled_token_ids), runner.input_batch.req_ids
         first = torch.tensor([tokens[-1] if tokens else 0 for tokens in sampled_token_ids], device=hidden.device)
         masks = self.grammars.masks(runner.requests, names, sampled_token_ids)
@@ -208,21 +202,19 @@ class MtpcProposer:
         masks.rewind()
         return drafts, masks.lengths
 
-    def _pick_argmax(self, log_q: torch.Tensor, k: int) -> torch.Tensor:
+    def _pick_argmax(self, log_q: Tensor, k: int) -> Tensor:
         self.confidence.record_argmax(k, log_q)
         return log_q.argmax(dim=-1)
 
     def _make_sampler(
-        self,
-        u: torch.Tensor,  # [B, K] float64, uniform
-        temperature: torch.Tensor,  # [B]
-        seeds: dict[int, torch.Generator],  # by row
-        unmasked: list[int],  # rows of structured requests whose grammar does not mask them
-        couples: bool,
+        self, u: Tensor, temperature: Tensor, seeds: dict[int, torch.Generator], unmasked: list[int], couples: bool
     ) -> naive.Pick:
         """Return a function that samples draft k of all requests and stores its conditionals in draft_probs[:B, k].
 
-        couples: whether requests with a seed take the numbers that the target's tokens will be sampled with.
+        Args:
+            u, temperature: [B, K], uniform numbers, float64; [B].
+            seeds, unmasked: generators by row; rows of structured requests whose grammar does not mask them.
+            couples: whether requests with a seed take the numbers that the target's tokens will be sampled with.
         """
         is_greedy = temperature < GREEDY_BELOW
         is_greedy[unmasked] = True
@@ -235,7 +227,7 @@ class MtpcProposer:
             for row, generator in seeds.items():
                 u[row].uniform_(generator=generator)
 
-        def pick(log_q: torch.Tensor, k: int) -> torch.Tensor:
+        def pick(log_q: Tensor, k: int) -> Tensor:
             logits = log_q / scale if is_scaled else log_q
             probs = torch.softmax(logits, dim=-1, out=self.draft_probs[: len(u), k])  # [B, V]
             self.confidence.record_sample(k, probs, is_greedy)
@@ -257,11 +249,11 @@ class BundledProposer(MtpcProposer):
         self.folder = vllm_config.speculative_config.model_folder
         self._attempt(super().__init__, vllm_config)
 
-    def load_model(self, target_model: torch.nn.Module) -> None:
+    def load_model(self, target_model: nn.Module) -> None:
         if not self.is_idle:
             self._attempt(self._load_and_draft, target_model)
 
-    def _load_and_draft(self, target_model: torch.nn.Module) -> None:
+    def _load_and_draft(self, target_model: nn.Module) -> None:
         """Load the head and draft once, which compiles kernels: vLLM's profiling on V1 drafts nothing."""
         super().load_model(target_model)
         head, device = self.model, next(target_model.parameters()).device
@@ -283,10 +275,3 @@ class BundledProposer(MtpcProposer):
             return super().propose(runner, sampled_token_ids, *args)
         runner._draft_probs = runner._draft_prob_req_ids = None
         return [[] for _ in sampled_token_ids]
-
-
-def _request_kinds(sampling_metadata: Any, batch: int) -> NDArray[np.int64]:
-    """Return GREEDY or SAMPLED for each request, [B]; the temperatures are read only if the batch has both."""
-    if sampling_metadata.all_greedy or sampling_metadata.all_random:
-        return np.full(batch, GREEDY if sampling_metadata.all_greedy else SAMPLED)
-    return np.where(sampling_metadata.temperature.numpy(force=True) < GREEDY_BELOW, GREEDY, SAMPLED)
