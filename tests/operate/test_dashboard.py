@@ -1,14 +1,17 @@
-"""The Grafana board and the Prometheus rules: Prometheus itself reads them, scrapes a real server and answers them."""
+"""The Grafana board and the Prometheus rules: Prometheus itself reads them, scrapes a real server and answers them.
+
+They sum over the replicas of one page.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import subprocess
 import time
 import urllib.parse
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +19,8 @@ from typing import Any
 
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_mtpc import demo
 from vllm_mtpc.engine import server
@@ -23,12 +28,13 @@ from vllm_mtpc.engine import server
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "docs" / "prometheus-rules.yml"
 PANELS = json.loads((ROOT / "docs" / "grafana.json").read_text(encoding="utf-8"))["panels"]
+RECORDED = [rule["expr"] for rule in yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"][0]["rules"]]
 EXPRESSIONS = {
     f"{panel['title']} {target['refId']}": target["expr"].replace("$model", ".*").replace("$__rate_interval", "30s")
     for panel in PANELS
     for target in panel["targets"]
 }
-pytestmark = pytest.mark.skipif(
+NEEDS_PROMETHEUS = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="prometheus and promtool are not installed: apt install prometheus"
 )
 ALERTS = """
@@ -65,6 +71,7 @@ def promtool(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["promtool", *map(str, words)], capture_output=True, text=True, timeout=60)
 
 
+@NEEDS_PROMETHEUS
 def test_rules_alert_when_they_should(tmp_path: Path) -> None:
     """Annotations are left out of the comparison: they are prose."""
     rules = yaml.safe_load(RULES.read_text(encoding="utf-8"))
@@ -79,20 +86,16 @@ def test_rules_alert_when_they_should(tmp_path: Path) -> None:
     assert promtool("test", "rules", tmp_path / "test.yml").returncode != 0  # it does compare
 
 
-class Prometheus:
-    def __init__(self, port: int) -> None:
-        self.port = port
-
+class Prometheus(server.Client):
     def ask(self, expression: str) -> list[dict[str, Any]]:
-        query = urllib.parse.urlencode({"query": expression})
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/api/v1/query?{query}", timeout=30) as answer:
-            return json.load(answer)["data"]["result"]
+        _, text = self.get("/api/v1/query?" + urllib.parse.urlencode({"query": expression}))
+        return json.loads(text)["data"]["result"]
 
     def scrapes(self) -> float:
         """How often the server has been scraped; 0 where Prometheus does not answer yet."""
         try:
             return sum(float(one["value"][1]) for one in self.ask("count_over_time(up[5m])"))
-        except OSError:
+        except (OSError, ValueError):
             return 0.0
 
 
@@ -125,22 +128,18 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
 def load(client: server.Client, is_enough: Callable[[], bool]) -> None:
     """Greedy, sampled and structured requests, some of which ask for few drafts."""
     base = {"model": "m", "prompt": "def read(path):\n    ", "max_tokens": 48, "temperature": 0}
-    kinds = [
-        base,
-        {**base, "temperature": 1.0},
-        {**base, "structured_outputs": {"regex": "[a-z]{40,48}"}},
-        {**base, "vllm_xargs": {"mtpc_drafts": 2}},
-    ]
+    structured, few = {"structured_outputs": {"regex": "[a-z]{40,48}"}}, {"vllm_xargs": {"mtpc_drafts": 2}}
     until = time.monotonic() + 60
 
-    def ask(number: int) -> None:
+    def ask(more: dict[str, Any]) -> None:
         while time.monotonic() < until and not is_enough():
-            client.complete(kinds[number])
+            client.complete(base | more)
 
-    with ThreadPoolExecutor(len(kinds)) as pool:
-        list(pool.map(ask, range(len(kinds))))
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(ask, ({}, {"temperature": 1.0}, structured, few)))
 
 
+@NEEDS_PROMETHEUS
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_every_panel_has_values(scraped: Prometheus, name: str) -> None:
@@ -158,7 +157,42 @@ def test_every_panel_has_values(scraped: Prometheus, name: str) -> None:
         assert next(float(one["value"][1]) for one in found if one["metric"]["by"] == "request") > 0
 
 
+@NEEDS_PROMETHEUS
 @pytest.mark.slow
 def test_rules_are_evaluated(scraped: Prometheus) -> None:
     for record in ("tokens_per_step", "class_tokens_per_step", "drafts_accepted"):
         assert scraped.ask(f"vllm_mtpc:{record}:rate5m"), record
+
+
+def page(count: int) -> str:
+    registry = CollectorRegistry()
+    Counter("vllm:steps", "Steps", ["model_name"], registry=registry).labels('a "b"\n\\').inc(count)
+    Histogram("vllm:seconds", "Seconds", registry=registry, buckets=[1, 2]).observe(count)
+    return generate_latest(registry).decode()
+
+
+def samples(text: str, **labels: str) -> dict[tuple[Any, ...], float]:
+    families = text_string_to_metric_families(text)
+    every = [one for family in families for one in family.samples]
+    return {(one.name, *sorted({**one.labels, **labels}.items())): one.value for one in every}
+
+
+def test_each_sample_keeps_its_value_under_the_name_of_its_replica() -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
+    from vllm_mtpc.ray_serve.deployments import with_replicas
+
+    texts = {"one": page(1), "other": page(42), "silent": ""}
+    whole = with_replicas(texts).decode()
+    expected: dict[tuple[Any, ...], float] = {}
+    for replica, text in texts.items():
+        expected |= samples(text, replica=replica)
+    assert samples(whole) == expected and len(expected) == 16
+    headers = [line for line in whole.splitlines() if line.startswith("# TYPE")]
+    assert len(headers) == len(set(headers)) == 4  # each family once, as the format wants
+
+
+@pytest.mark.parametrize("expression", [*EXPRESSIONS.values(), *RECORDED])
+def test_every_metric_is_aggregated_over_replicas(expression: str) -> None:
+    aggregated = re.findall(r"\b(?:sum|avg)(?: by \([a-z_, ]+\))? ?\((?:rate\()?vllm:", expression)
+    assert len(aggregated) == expression.count("vllm:")
+    assert "replica" not in expression

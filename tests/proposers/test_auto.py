@@ -1,15 +1,20 @@
-"""Bundled heads: which one is served, what overrides it, what a bad one costs; targets named by heads on the hub."""
+"""Bundled heads: which one is served, what overrides it, what a bad one costs; targets named by heads on the hub.
+
+A head that fails once a worker runs leaves the target served, with one warning and no drafts.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import shutil
+from functools import partialmethod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+import torch
 
 from tests.support.configs import engine_config
 from vllm_mtpc.checkpoint.locate import bundled_heads, find_head
@@ -17,10 +22,13 @@ from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import CheckpointError, MtpcError
 from vllm_mtpc.proposers.config import switches
 from vllm_mtpc.proposers.config.switches import AUTO
+from vllm_mtpc.proposers.heads import ranks
 from vllm_mtpc.proposers.patches import engine_args
 from vllm_mtpc.proposers.patches.vllm_patches import maybe_override_with_speculators
+from vllm_mtpc.proposers.v2 import model_runner_v2 as v2
 
 Lines = list[str]
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -58,21 +66,17 @@ def test_a_target_without_heads_is_left_alone(target: Path, said: Lines) -> None
 
 
 def test_a_bundled_head_is_engaged_and_said_once(made: Path, target: Path, said: Lines) -> None:
-    head = bundle(made, target)
-    spec = spec_of(target)
-    assert (spec.method, spec.model_folder, spec.num_speculative_tokens) == ("mtpc", str(head), 4)
-    assert len(said) == 1 and "MTPC_AUTO=0" in said[0] and str(target) in said[0] and "btree" in said[0]
-
-
-def test_engine_args_stay_as_given(made: Path, target: Path) -> None:
+    """Engine arguments stay as given."""
     from vllm.engine.arg_utils import EngineArgs
 
-    bundle(made, target)
+    head = bundle(made, target)
     arguments = EngineArgs(str(target), dtype="float32", max_model_len=64, skip_tokenizer_init=True)
     arguments.kv_cache_memory_bytes = 1 << 26
-    for _ in range(2):
-        assert arguments.create_engine_config().speculative_config.method == "mtpc"
-        assert arguments.speculative_config is None
+    for number in (1, 2):
+        spec = arguments.create_engine_config().speculative_config
+        assert (spec.method, spec.model_folder, spec.num_speculative_tokens) == ("mtpc", str(head), 4)
+        assert arguments.speculative_config is None and len(said) == number
+    assert "MTPC_AUTO=0" in said[0] and str(target) in said[0] and "btree" in said[0]
 
 
 def test_config_of_the_user_has_precedence(
@@ -102,9 +106,9 @@ def test_which_of_several(made: Path, target: Path) -> None:
     assert spec_of(target).model_folder == str(target / "mtpc")
 
 
-def refused(target: Path, said: Lines, **arguments: Any) -> str:
-    """The warning that the target is served with nothing but."""
-    assert spec_of(target, **arguments) is None
+def refused(target: Path, said: Lines) -> str:
+    """The one warning of a target that is served without its head."""
+    assert spec_of(target) is None
     (line,) = said
     assert line.startswith("Serving without drafts") and "\n" not in line
     return line
@@ -134,7 +138,7 @@ def test_unfit_or_damaged_head_is_not_served(
 def test_a_head_for_the_other_runner(made: Path, target: Path, said: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
     """Known once the engine's configuration is made: it is then made again, without the head."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    bundle(made, target, "ptp")
+    bundle(made, target, "o-ptp")
     assert "Model Runner V1" in refused(target, said)
     with pytest.raises(MtpcError, match="Model Runner V1"):  # explicit flags are refused as before
         spec_of(target, {"method": "ptp"})
@@ -148,26 +152,16 @@ def test_an_error_of_the_target_is_its_own(made: Path, target: Path, said: Lines
     assert not any("without drafts" in line for line in said)
 
 
-def test_a_repository_in_the_hubs_cache(
-    made: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_repository_in_the_hubs_cache(made: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is downloaded: what counts is the snapshot that is there."""
-    import huggingface_hub
-
-    bundle(made, target)
+    head, cached = bundle(made, target), {"a/b": target}
     monkeypatch.setattr(
-        huggingface_hub,
-        "try_to_load_from_cache",
-        lambda repo, name, revision: str(target / name) if repo == "a/b" else None,
+        "huggingface_hub.try_to_load_from_cache",
+        lambda repo, name, revision: str(cached[repo] / name) if repo in cached else None,
     )
-    arguments = type("Arguments", (), {"speculative_config": None})()
-
-    def model(name: str, runner: str = "generate") -> Any:
-        return type("Target", (), {"model": name, "revision": None, "runner_type": runner})()
-
-    assert engine_args.find_bundled_head(arguments, model("a/b")) == target / "mtpc"
-    assert engine_args.find_bundled_head(arguments, model("a/c")) is None
-    assert engine_args.find_bundled_head(arguments, model("a/b", "pooling")) is None
+    for name, runner, found in (("a/b", "generate", head), ("a/c", "generate", None), ("a/b", "pooling", None)):
+        model = SimpleNamespace(model=name, revision=None, runner_type=runner)
+        assert engine_args.find_bundled_head(SimpleNamespace(speculative_config=None), model) == found
     monkeypatch.undo()
     assert engine_args.find_folder("s3://bucket/model.gguf", None) is None  # no repository's name
 
@@ -182,33 +176,31 @@ def test_a_trained_head_is_bundled_by_where_it_is_written(target: Path, tmp_path
     assert main([*words, "--circuit", "ff", "--window", "4", "--seq-len", "64"]) == 0
     assert spec_of(target).model_folder == str(out)
     assert spec_of(out).model_folder == str(out)  # vllm serve HEAD finds the target around it
-    assert LlamaConfig.from_pretrained(target).vocab_size == 32
 
 
-def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, **given: Any) -> tuple[Any, ...]:
-    """What vLLM goes on with for a head on the hub that names `target`."""
-    import huggingface_hub
-
-    snapshot = tmp_path / "models--someone--head" / "snapshots" / "0123"
-    snapshot.mkdir(parents=True)
-    (tmp_path / "target").mkdir()
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")  # ../target is there
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, **options: str(snapshot))
+def override(target: str) -> Any:
+    """vLLM's override for `vllm serve HEAD`, with a head that names this target."""
 
     def vllms(model: str, **options: Any) -> tuple[Any, ...]:
         return target, target, {"method": "mtpc", "model": model, "num_speculative_tokens": 3}
 
-    return maybe_override_with_speculators.replace(vllms)("someone/head", revision=None, **given)
+    return maybe_override_with_speculators.replace(vllms)
 
 
 @pytest.mark.parametrize("target", ["../target", "/tmp", "./target", "org/model"])
-def test_target_is_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str) -> None:
+def test_target_of_a_head_on_the_hub_is_a_name_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    snapshot = tmp_path / "models--someone--head" / "snapshots" / "0123"
+    for folder in (snapshot, tmp_path / "target", tmp_path / "here"):
+        folder.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")  # ../target is there
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **options: str(snapshot))
     if target == "org/model":
-        assert serve(tmp_path, monkeypatch, target)[0] == target
+        assert override(target)("someone/head", revision=None)[0] == target
         return
     with pytest.raises(CheckpointError, match=f"names the target {target!r}") as caught:
-        serve(tmp_path, monkeypatch, target)
+        override(target)("someone/head", revision=None)
     assert "vllm serve TARGET --speculative-config" in str(caught.value) and len(str(caught.value)) < 500
 
 
@@ -217,11 +209,88 @@ def test_a_head_that_was_moved_says_what_to_type(tmp_path: Path) -> None:
     target = {"vocab_size": 5, "hidden_size": 8}
     config = HeadConfig.create(circuit="cp", window=4, num_components=2, target=target, verifier="../qwen")
     (tmp_path / "config.json").write_text(config.to_json())
-    override = maybe_override_with_speculators.replace(
-        lambda model: ("../qwen", "../qwen", {"method": "mtpc", "model": model})
-    )
     with pytest.raises(CheckpointError) as caught:
-        override(str(tmp_path))
+        override("../qwen")(str(tmp_path))
     text = str(caught.value)
     assert "names the target '../qwen'" in text and f"no folder {tmp_path.parent / 'qwen'}" in text
     assert f'vllm serve TARGET --speculative-config \'{{"method": "mtpc", "model": "{tmp_path}"}}\'' in text
+
+
+@pytest.fixture(name="warned")
+def fixture_warned(monkeypatch: pytest.MonkeyPatch) -> Lines:
+    """Warnings of a worker."""
+    lines: Lines = []
+    monkeypatch.setattr(switches.logger, "warning", lambda text, *values: lines.append(text % values))
+    monkeypatch.setattr(ranks, "get_tp_group", lambda: SimpleNamespace(rank_in_group=0))
+    return lines
+
+
+def raising(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("out of shared memory:\n  block size 16")
+
+
+def test_failure_is_one_warning_in_one_line(warned: list[str]) -> None:
+    assert ranks.attempt(lambda: "made", "head") == "made" and warned == []
+    with pytest.raises(ranks.GivenUp):
+        ranks.attempt(raising, "head")
+    assert warned == [
+        "Serving without drafts: the head that the target bundles, head, is not served here: "
+        "out of shared memory: block size 16"
+    ]
+
+
+class Speculator:
+    """Takes hold of the target's forward and registers a layer, then loads; `fails` names the call that raises."""
+
+    def __init__(self, context: dict[str, Any], fails: str) -> None:
+        self.context, self.fails, self.buffer = context, fails, torch.zeros(1 << 10)
+
+    def load_model(self, target: torch.nn.Module) -> None:
+        target.forward, self.context["layer.draft"] = raising, object()
+        self._call("load_model")
+
+    def _call(self, name: str, *args: Any, **given: Any) -> None:
+        if name == self.fails:
+            raising()
+
+    propose = partialmethod(_call, "propose")
+    init_cudagraph_manager = partialmethod(_call, "init_cudagraph_manager")
+    capture = partialmethod(_call, "capture")
+
+
+def runner_with(fails: str) -> SimpleNamespace:
+    context: dict[str, Any] = {"layer.0": object()}
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(model_folder="head", num_speculative_tokens=3),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        compilation_config=SimpleNamespace(static_forward_context=context),
+    )
+    runner = SimpleNamespace(vllm_config=config, device=CPU, speculator=Speculator(context, fails))
+    v2.guard(runner)
+    return runner
+
+
+@pytest.mark.parametrize("fails", v2.GUARDED)
+def test_v2_drafts_nothing(fails: str, warned: list[str]) -> None:
+    runner, target = runner_with(fails), torch.nn.Linear(2, 2)
+    runner.speculator.load_model(target)
+    runner.speculator.init_cudagraph_manager(None)
+    runner.speculator.propose(input_batch=SimpleNamespace(num_reqs=2), dummy_run=True)
+    runner.speculator.capture()
+    v2.unguard(runner)
+    assert isinstance(runner.speculator, v2.IdleSpeculator) and len(warned) == 1
+    assert runner.speculator.propose(SimpleNamespace(num_reqs=2)).tolist() == [[0] * 3] * 2
+    config = runner.vllm_config
+    assert v2.build_or_idle(lambda: "made", config, CPU) == "made"
+    assert isinstance(v2.build_or_idle(raising, config, CPU), v2.IdleSpeculator)
+    if fails == "load_model":  # the target is unchanged
+        assert target(torch.ones(2)).shape == (2,)
+        assert set(runner.vllm_config.compilation_config.static_forward_context) == {"layer.0"}
+
+
+def test_v2_fails_once_requests_have_come(warned: list[str]) -> None:
+    runner = runner_with("propose")
+    v2.unguard(runner)
+    with pytest.raises(RuntimeError, match="out of shared memory"):
+        runner.speculator.propose(None)
+    assert warned == [] and not set(v2.GUARDED) & set(vars(runner.speculator))

@@ -6,52 +6,24 @@ import ast
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 from transformers import Qwen3NextConfig
 
-from tests.support.configs import engine_config, write_head
-from tests.support.models import make_ptp_head, make_target, random_layers
-from vllm_mtpc.checkpoint import save_head
-from vllm_mtpc.config.mtpc_config import HeadConfig
+from tests.support.configs import engine_config
 from vllm_mtpc.errors import MtpcError
-from vllm_mtpc.heads import build_head
 from vllm_mtpc.plan.draft_schedule import KEY
-from vllm_mtpc.proposers.config import circuit_options, engine_checks, ptp_options
+from vllm_mtpc.proposers.config import circuit_options, ptp_options
 from vllm_mtpc.proposers.config.circuit_options import BEFORE_NORM
-from vllm_mtpc.proposers.config.engine_checks import how_to_v2
 from vllm_mtpc.proposers.config.ptp_options import choose_attention
 from vllm_mtpc.proposers.config.versions import vllm_minor
 
-BACKBONE = {"head": "backbone", "component_rank": 2, "backbone_layers": 1, "backbone_kv_heads": 2}
 PIPELINE = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `target` and heads for it: circuit, backbone, layered (LoRA draft layers), o-ptp, late."""
-    folder = tmp_path_factory.mktemp("bad_input")
-    target = make_target(folder / "target", vocab_size=32, seed=0)
-    config = target.config.to_dict()
-    write_head(folder / "mtpc", config)
-    write_head(folder / "backbone", config, **BACKBONE)
-    write_head(folder / "uneven", config, **BACKBONE | {"backbone_heads": 3, "backbone_kv_heads": 1})
-    write_head(folder / "vocab", {**config, "vocab_size": 33})
-    write_head(folder / "hidden", {**config, "hidden_size": 96})
-    settings = {"circuit": "ff", "window": 4, "num_components": 1, "target": config, "verifier": "../target"}
-    layered = HeadConfig.create(**settings, lora_layers=1)
-    layers = random_layers(folder / "target", 1)
-    save_head(folder / "layered", layered, build_head(layered), {"command": "tests"}, "test", draft_layers=layers)
-    for variant in ("o-ptp", "late"):
-        make_ptp_head(folder / variant, target, variant, window=5)
-    return folder
 
 
 def rewrite(file: Path, **changes: Any) -> None:
@@ -65,18 +37,20 @@ def set_runner(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
     monkeypatch.setattr(vllm.config.vllm, "HAS_TRITON", True)  # required by a V2 config; nothing runs here
 
 
-def change_tensors(file: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
-    change(tensors)
-    save_file(tensors, file)
-
-
-def refusal(place: Path, head: str = "mtpc", engine: dict[str, Any] | None = None, /, **options: Any) -> str:
-    """Return the message that an engine with this head and these options of `speculative_config` is refused with."""
+def configured(place: Path, head: str = "head", engine: dict[str, Any] | None = None, /, **options: Any) -> Any:
+    """Return the configuration of an engine with this head and these options of `speculative_config`."""
     method = "ptp" if head in ("o-ptp", "late") else "mtpc"
-    given = {"method": method, "model": str(place / head), **options}
+    return engine_config(place / "target", {"method": method, "model": str(place / head), **options}, **(engine or {}))
+
+
+def served(*given: Any, **options: Any) -> Any:
+    return configured(*given, **options).speculative_config
+
+
+def refusal(*given: Any, **options: Any) -> str:
+    """Return the message that such an engine is refused with."""
     with pytest.raises(MtpcError) as caught:
-        engine_config(place / "target", given, **(engine or {}))
+        configured(*given, **options)
     message = str(caught.value)
     assert "\n" not in message, message
     return message
@@ -87,7 +61,7 @@ class Case:
     """A head, options and changes of files, and parts of the message (by " .. ") that they are refused with."""
 
     wanted: str
-    head: str = "mtpc"
+    head: str = "head"
     options: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
     target: dict[str, Any] = field(default_factory=dict)  # changes of config.json
@@ -95,7 +69,7 @@ class Case:
     runner: int = 0  # 0: the default, V1 for circuits on a CPU and V2 for PTP
 
 
-def options(wanted: str, head: str = "mtpc", /, **given: Any) -> Case:
+def options(wanted: str, head: str = "head", /, **given: Any) -> Case:
     return Case(wanted, head, given)
 
 
@@ -151,12 +125,10 @@ CASES = [
     options("is of method 'ptp', not 'mtpc'", "o-ptp", method="mtpc"),
     options("bundles no head in mtpc/", model=None),
     options("the folder does not exist", "nowhere"),
+    options("is a file .. model.safetensors", "head/model.safetensors"),
     options("not a head's config", "target"),
     Case("vocab_size=33 .. target", "vocab"),
     Case("hidden_size=96 .. target", "hidden"),
-    Case("expander_rank=8 .. 'linear'", config={"expander_rank": 8}),
-    Case("'tensor-train' .. ff, cp, hmm, btree", config={"circuit": "tensor-train"}),
-    Case("'format_version' = 3 .. reads formats 1 and 2", config={"format_version": 3}),
     Case("unknown key 'widnow' .. window", config={"widnow": 8}),
     # the target
     Case("MiMoForCausalLM, which returns hidden states from before its final norm .. "
@@ -208,36 +180,14 @@ def test_bad_input_is_refused_in_one_line(case: Case, place: Path, monkeypatch: 
         assert part in message
 
 
-def drop(name: str) -> Callable[[dict[str, torch.Tensor]], Any]:
-    return lambda tensors: tensors.pop(name)
+@pytest.mark.parametrize(("head", "file"), [("head", "model.safetensors"), ("o-ptp", "adapter_model.safetensors")])
+def test_damaged_tensors_are_refused(place: Path, head: str, file: str) -> None:
+    """Before a worker starts; tests/checkpoint/test_bad_heads.py has every kind of damage."""
+    (place / head / file).write_bytes((place / head / file).read_bytes()[:-8])
+    assert file in refusal(place, head)
 
 
-def fill(name: str, value: float) -> Callable[[dict[str, torch.Tensor]], Any]:
-    return lambda tensors: (tensors[name] if name else next(iter(tensors.values())))[0].fill_(value)
-
-
-@pytest.mark.parametrize(
-    ("head", "file", "change", "wanted"),
-    [
-        ("mtpc", "model", drop("inner_bias"), "missing: inner_bias"),
-        ("mtpc", "model", lambda tensors: tensors.update(surplus=torch.zeros(2)), "unknown tensor(s): surplus"),
-        ("mtpc", "model", fill("root_weight", float("nan")), "'root_weight' holds NaN or infinity"),
-        ("mtpc", "model", fill("root_weight", float("inf")), "'root_weight' holds NaN or infinity"),
-        ("o-ptp", "adapter_model", fill("", float("nan")), "adapter_model.safetensors"),
-    ],
-)
-def test_damaged_tensors_are_refused(place: Path, head: str, file: str, change: Any, wanted: str) -> None:
-    change_tensors(place / head / f"{file}.safetensors", change)
-    assert wanted in refusal(place, head)
-
-
-def test_pickled_weights_are_refused(place: Path) -> None:
-    (place / "mtpc" / "model.safetensors").rename(place / "mtpc" / "model@900.pt")
-    assert "model@900.pt" in (message := refusal(place)) and "pickled weights are never loaded" in message
-    assert "is a file" in (message := refusal(place, "mtpc/model@900.pt")) and "model.safetensors" in message
-
-
-@pytest.mark.parametrize("head", ["mtpc", "o-ptp"])
+@pytest.mark.parametrize("head", ["head", "o-ptp"])
 def test_recurrent_target_is_refused_and_served_without_its_bundled_head(
     place: Path, head: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,62 +245,41 @@ def test_option_that_a_cpu_lacks_is_refused_with_draft_layers(
     place: Path, option: str, value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_runner(monkeypatch, 2)
-    given = {"method": "mtpc", "model": str(place / "layered")}
-    config = engine_config(place / "target", given, kv_transfer_config=connector(is_layerwise=False))
+    config = configured(place, "layered", {"kv_transfer_config": connector(is_layerwise=False)})
     config.scheduler_config.async_scheduling = True
     setattr(config.parallel_config, option, value)
     with pytest.raises(MtpcError, match=f"lora_layers=1 and {option}"):
         config.speculative_config.check_engine(config)
 
 
-@pytest.mark.parametrize(
-    ("is_cpu", "variable", "wanted"),
-    [
-        (True, "0", "scripts/v2_on_cpu.sh vllm serve"),
-        (False, "0", "drop VLLM_USE_V2_MODEL_RUNNER=0"),
-        (False, "1", "vLLM's log gives"),
-    ],
-)
-def test_how_to_v2_fits_the_machine(is_cpu: bool, variable: str, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_checks, "current_platform", SimpleNamespace(is_cpu=lambda: is_cpu))
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", variable)
-    assert wanted in how_to_v2()
-
-
 def test_too_small_a_cache_is_refused_with_ptp(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_runner(monkeypatch, 2)
-    config = engine_config(place / "target", {"method": "ptp", "model": str(place / "o-ptp")}, max_num_seqs=8)
+    config = configured(place, "o-ptp", {"max_num_seqs": 8})
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=32))
-
-    def reserve(blocks: int) -> int:
-        cache = SimpleNamespace(num_blocks=blocks, kv_cache_groups=[group])
-        return config.speculative_config.reserved_blocks(config, cache)
-
-    reserved = reserve(10_000)
+    cache = SimpleNamespace(num_blocks=10_000, kv_cache_groups=[group])
+    reserved = config.speculative_config.reserved_blocks(config, cache)
     assert reserved > 0
+    cache.num_blocks = reserved + 2  # a request of 64 tokens needs 3
     with pytest.raises(MtpcError, match="max_aux_rows") as caught:
-        reserve(reserved + 2)  # a request of 64 tokens needs 3
+        config.speculative_config.reserved_blocks(config, cache)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("draft_pass", ["merged", "two-pass"])
-def test_flash_attn_replaces_flashinfer_unless_named(draft_pass: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.platforms import current_platform
+@pytest.mark.parametrize(
+    ("capability", "named", "chosen"),  # 0: a CPU
+    [(0, None, None), (90, None, None), (100, None, "FLASH_ATTN"), (100, "TRITON_ATTN", "TRITON_ATTN")],
+)
+def test_flash_attn_replaces_flashinfer_unless_named(
+    draft_pass: str, capability: int, named: str | None, chosen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum as Backend
 
-    chosen = SimpleNamespace(backend=None)
-    choose_attention(chosen, draft_pass)
-    assert chosen.backend is None  # a CPU
-    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
-    for capability, backend in ((90, None), (100, Backend.FLASH_ATTN)):
-        monkeypatch.setattr(
-            type(current_platform), "is_device_capability_family", lambda self, asked, own=capability: asked == own
-        )
-        choose_attention(chosen, draft_pass)
-        assert chosen.backend is backend
-    named = SimpleNamespace(backend=Backend.TRITON_ATTN)
-    choose_attention(named, draft_pass)
-    assert named.backend is Backend.TRITON_ATTN
+    platform = {"is_cuda": lambda: capability > 0, "is_device_capability_family": lambda asked: asked == capability}
+    monkeypatch.setattr(ptp_options, "current_platform", SimpleNamespace(**platform))
+    config = SimpleNamespace(backend=named and Backend[named])
+    choose_attention(config, draft_pass)
+    assert config.backend is (chosen and Backend[chosen])
 
 
 @pytest.mark.parametrize(("backend", "mode", "lines"), [
@@ -363,31 +292,20 @@ def test_drafts_without_graphs_log_one_warning(
 
     from vllm_mtpc.proposers.v2.ptp import ptp_speculator as module
 
-    logged: list[str] = []
+    logged, modes = list[str](), list[Any]()
     monkeypatch.setattr(module.logger, "warning", lambda text, *values: logged.append(text % values))
-    modes: list[Any] = []
     monkeypatch.setattr(module, "DraftGraphs", lambda config, device, mode, *more: modes.append(mode))
-    group = SimpleNamespace(
-        backend=SimpleNamespace(get_name=lambda: backend), get_metadata_builder=lambda index: SimpleNamespace()
-    )
-    plan = SimpleNamespace(bucket=lambda batch: None)
-    made = SimpleNamespace(aux_groups=[[group]], plan=plan, max_num_reqs=2, vllm_config=None, device=None)
+    group = mock.Mock()
+    group.backend.get_name.return_value = backend
+    made = mock.Mock(aux_groups=[[group]], max_num_reqs=2, **{"plan.bucket.return_value": None})
     module.PtpSpeculator.init_cudagraph_manager(made, CUDAGraphMode[mode])
-    assert len(logged) == lines and (not logged or ("FLASHINFER" in logged[0] and "--attention-backend" in logged[0]))
+    assert len(logged) == lines and all("FLASHINFER" in line and "--attention-backend" in line for line in logged)
     assert modes == [CUDAGraphMode[mode if backend == "FLASH_ATTN" else "NONE"]]
 
 
-def served(place: Path, head: str = "mtpc", **options: Any) -> Any:
-    """Return the speculative config of an engine with this head and these options."""
-    given = {"method": "ptp" if head == "o-ptp" else "mtpc", "model": str(place / head), **options}
-    return engine_config(place / "target", given).speculative_config
-
-
 def test_defaults_of_a_circuit_head(place: Path) -> None:
-    spec = served(place)
-    assert spec.num_speculative_tokens == 4 and spec.draft_sample_method == "probabilistic"
-    assert "circuit='btree'" in repr(spec)
-    rewrite(place / "mtpc" / "config.json", draft_sample_method="greedy")
+    assert served(place).draft_sample_method == "probabilistic"
+    rewrite(place / "head" / "config.json", draft_sample_method="greedy")
     assert served(place).draft_sample_method == "greedy"
     spec = served(place, draft_sample_method="probabilistic", head_dtype="float16")
     assert spec.draft_sample_method == "probabilistic" and "head_dtype='float16'" in repr(spec)
@@ -397,7 +315,7 @@ def test_defaults_of_a_ptp_head(place: Path, monkeypatch: pytest.MonkeyPatch) ->
     set_runner(monkeypatch, 2)
     chosen: list[str] = []
     monkeypatch.setattr(ptp_options, "choose_attention", lambda config, draft_pass: chosen.append(draft_pass))
-    config = engine_config(place / "target", {"method": "ptp", "model": str(place / "o-ptp")})
+    config = configured(place, "o-ptp")
     spec = config.speculative_config
     assert spec.num_speculative_tokens == 4 and spec.draft_pass == "two-pass"
     assert "variant='o-ptp'" in repr(spec) and chosen == ["two-pass"]
@@ -421,30 +339,25 @@ def test_schedule_is_kept_on_v1_and_block_verification_on_v2(place: Path, monkey
     assert served(place, rejection_sample_method="block", min_acceptance=0).rejection_sample_method == "block"
 
 
-def test_backbone_reserves_slots_for_its_queries(place: Path) -> None:
-    from vllm.config import VllmConfig
-    from vllm.config.parallel import ParallelConfig
-    from vllm.engine.arg_utils import EngineArgs
-
-    given = {"method": "mtpc", "model": str(place / "backbone"), "num_speculative_tokens": 2}
-    args = EngineArgs(str(place / "target"), speculative_config=given, dtype="float32")
-    spec = args.create_speculative_config(args.create_model_config(), ParallelConfig())
-    assert spec.speculator().startswith("backbone") and spec.aux_layers
-    slots = VllmConfig.num_lookahead_tokens.fget
-    assert slots(SimpleNamespace(speculative_config=spec)) == 5  # as many as the window has tokens, not 1 + K
-    assert slots(SimpleNamespace(speculative_config=None)) == 0
+def test_backbone_reserves_slots_for_its_queries(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as the window has tokens, not 1 + K."""
+    set_runner(monkeypatch, 2)
+    config = configured(place, "backbone", num_speculative_tokens=2)
+    assert config.speculative_config.speculator().startswith("backbone") and config.speculative_config.aux_layers
+    assert config.num_lookahead_tokens == 5
+    assert engine_config(place / "target", None).num_lookahead_tokens == 0
 
 
 def test_head_folder_serves_its_target(place: Path) -> None:
-    made = engine_config(place / "mtpc", None)
+    made = engine_config(place / "head", None)
     assert made.model_config.model == made.model_config.tokenizer == str((place / "target").resolve())
     assert made.speculative_config.head.circuit == "btree" and made.speculative_config.num_speculative_tokens == 4
-    spec = engine_config(place / "mtpc", {"num_speculative_tokens": 2, "draft_sample_method": "greedy"})
+    spec = engine_config(place / "head", {"num_speculative_tokens": 2, "draft_sample_method": "greedy"})
     assert spec.speculative_config.num_speculative_tokens == 2
     assert spec.speculative_config.draft_sample_method == "greedy"
-    rewrite(place / "mtpc" / "config.json", speculators_config={"proposal_methods": []})
+    rewrite(place / "head" / "config.json", speculators_config={"proposal_methods": []})
     with pytest.raises(MtpcError, match="speculators_config") as caught:  # before vLLM reads it
-        engine_config(place / "mtpc", None)
+        engine_config(place / "head", None)
     assert "\n" not in str(caught.value)
 
 

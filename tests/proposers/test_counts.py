@@ -1,15 +1,14 @@
-"""Steps and cut drafts, from the worker to the log and /metrics, and ranks that are held to the same drafts."""
+"""Steps and cut drafts, from the worker to the log and /metrics."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import prometheus_client
 import pytest
-import torch
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.spec_decode import metrics
@@ -23,36 +22,11 @@ from vllm_mtpc.proposers.patches import patch, vllm_patches
 from vllm_mtpc.proposers.patches.patch import derived
 from vllm_mtpc.proposers.patches.scheduler import HeadScheduler
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture(scope="module", autouse=True)
 def _registered() -> None:
     plugin.register()
     patch.apply(*vllm_patches.WITH_HEAD)
-
-
-def test_ranks_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def propose(is_on: str, other: list[list[int]]) -> None:
-        """Draft on the first of two ranks; the other drafts `other`."""
-
-        def all_gather(sums: list[torch.Tensor], own: torch.Tensor, group: None) -> None:
-            sums[0].copy_(own)
-            sums[1].fill_(counts.zlib.crc32(repr(other).encode()))
-
-        group = SimpleNamespace(world_size=2, rank_in_group=0, cpu_group=None)
-        monkeypatch.setattr(counts, "get_tp_group", lambda: group)
-        monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
-        monkeypatch.setenv(DEBUG, is_on)
-        drafts = torch.tensor([[1, 2, 9], [3, 4, 9]])  # the last column is stale
-        speculator = SimpleNamespace(device=CPU, num_speculative_steps=3, propose=lambda *args, **kwargs: drafts)
-        counts.check_speculator(speculator)
-        assert speculator.propose(SimpleNamespace(num_reqs=2), num_speculative_tokens=2) is drafts
-
-    propose("1", [[1, 2], [3, 4]])
-    propose("0", [[1, 2], [3, 5]])
-    with pytest.raises(RuntimeError, match=r"different tokens .*rank 0 drafted \[\[1, 2\], \[3, 4\]\]"):
-        propose("1", [[1, 2], [3, 5]])
 
 
 def test_our_variables_are_no_part_of_vllms_compile_cache_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,8 +51,17 @@ def scheduler_that(answers: list[dict[int, Any]]) -> HeadScheduler:
 
     made = object.__new__(derived(HeadScheduler, Answering))
     made.log_stats, made.num_spec_tokens, made.drafts_asked, made.requests = True, 3, {}, {}
-    made.use_v2_model_runner = False
+    made.dynamic_sd_lookup, made.max_num_running_reqs = None, 8
+    made.use_v2_model_runner, made.verifies_forbidden = False, True
     return made
+
+
+def test_scheduler_plans_no_drafts_once_the_bundled_head_has_failed() -> None:
+    scheduler = scheduler_that([{}, {}])
+    scheduler.update_from_output(None, SimpleNamespace())
+    assert scheduler.dynamic_sd_lookup is None
+    scheduler.update_from_output(None, SimpleNamespace(**{counts.IDLE: True}))
+    assert scheduler.dynamic_sd_lookup == [0] * 9 and not scheduler.verifies_forbidden
 
 
 def test_counts_go_with_every_step() -> None:
@@ -105,6 +88,16 @@ def test_counts_go_with_every_step() -> None:
     assert counts.read_counts(SpecDecodingStats.new(3)) == {}
 
 
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_a_steps_output_has_its_pruned_drafts_or_says_that_nothing_drafts(is_idle: bool) -> None:
+    inner = SimpleNamespace(req_ids=["a"])
+    asynchronous = SimpleNamespace(model_runner_output=inner)
+    drafter = SimpleNamespace(pruned=Counter(budget=1), is_idle=is_idle)
+    assert counts.attach_counts(asynchronous, drafter) is asynchronous
+    assert getattr(inner, counts.IDLE, False) == is_idle
+    assert getattr(inner, counts.PRUNED, None) == (None if is_idle else {"budget": 1})
+
+
 def test_counts_travel_between_processes() -> None:
     """As vLLM sends them, without a field that its classes do not have."""
     stats = SpecDecodingStats.new(3)
@@ -113,7 +106,6 @@ def test_counts_travel_between_processes() -> None:
     wire = msgspec.msgpack.encode(SchedulerStats(spec_decoding_stats=stats))
     arrived = msgspec.msgpack.Decoder(SchedulerStats).decode(wire).spec_decoding_stats
     assert arrived.num_spec_tokens == 3 and counts.read_counts(arrived) == given
-    assert {field.name for field in fields(SpecDecodingStats)} >= {"num_draft_tokens_per_pos"}
 
 
 def test_the_log_says_tokens_per_step_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,38 +115,34 @@ def test_the_log_says_tokens_per_step_once_a_minute(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ours, "time", SimpleNamespace(monotonic=lambda: now))
     logging, said = SpecDecodingLogging(), []
 
-    def log(text: str, *values: Any) -> None:
-        said.append(text % values)
+    def log_after(seconds: float) -> list[str]:
+        nonlocal now
+        now += seconds
+        said.clear()
+        logging.log(log_fn=lambda text, *values: said.append(text % values))
+        return said
 
-    def step(drafts: int, **given: int) -> None:
+    def step(drafts: int, given: dict[str, int]) -> None:
         stats = SpecDecodingStats.new(2)
         for _ in range(drafts):
             stats.observe_draft(2, 1)
-        counts.append_counts(stats, {name.replace("_of_", " "): count for name, count in given.items()})
+        counts.append_counts(stats, given)
         logging.observe(stats)
 
+    classes = {"greedy steps": 3, "sampled steps": 1, "greedy accepted_tokens": 1}
     for _ in range(2):
-        step(1, steps=4, confidence=4, greedy_of_steps=3, sampled_of_steps=1, greedy_of_accepted_tokens=1)
-    now += 7
-    logging.log(log_fn=log)
-    assert said[0].startswith("SpecDecoding metrics: Mean acceptance length: 2.00")  # vLLM's: of steps with drafts
-    assert said[1:] == [
+        step(1, {"steps": 4, "confidence": 4, **classes})
+    theirs, line = log_after(7)
+    assert theirs.startswith("SpecDecoding metrics: Mean acceptance length: 2.00")  # vLLM's: of steps with drafts
+    assert line == (
         "Drafts of the last 7 s: 1.25 tokens/step over all 8 steps (greedy 1.33, sampled 1.00), without drafts 1.00; "
         "of 2 per step 0.5 were verified and 0.2 accepted; pruned by confidence 50%"
-    ]
-    step(0, steps=3, schedule=6)
-    now += 10
-    logging.log(log_fn=log)
-    assert len(said) == 2  # a minute is not over
-    now += 50
-    logging.log(log_fn=log)
-    assert said[2:] == [
-        "Drafts of the last 60 s: 1.00 tokens/step over all 3 steps, without drafts 1.00; of 2 per step 0.0 were "
-        "verified and 0.0 accepted; pruned by schedule 100%"
-    ]
-    now += 60
-    logging.log(log_fn=log)
-    assert len(said) == 3
+    )
+    step(0, {"steps": 3, "schedule": 6})
+    assert log_after(10) == []  # a minute is not over
+    (line,) = log_after(50)
+    assert "last 60 s: 1.00 tokens/step over all 3 steps, without" in line and line.endswith("pruned by schedule 100%")
+    assert log_after(60) == []
 
 
 def test_requests_are_counted_count_by_class() -> None:

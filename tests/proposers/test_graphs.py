@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +13,7 @@ import pytest
 import torch
 
 from tests.support import forks
-from tests.support.configs import write_head
-from tests.support.models import make_target
-from tests.support.speculators import Recorder, Setting, Target, drafted, speculator
+from tests.support.speculators import Recorder, Setting, Target, drafted, made_heads, speculator
 
 SCHEDULE = [(1, 3, 4), (4, 5, 2), (6, 6, 1), (7, 8, 0)]
 SIZES = (1, 2, 4, 8)
@@ -25,12 +22,13 @@ KEYS = [(8, 2), (8, 1), (4, 4), (4, 2), (2, 4), (1, 4)]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("graphs")
-    target = make_target(folder / "target", vocab_size=32, seed=0).config.to_dict()
-    torch.manual_seed(1)
-    write_head(folder / "head", target)
-    return folder
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return made_heads(tmp_path_factory.mktemp("graphs"), 32, {"one": {}, "other": {}})
+
+
+@pytest.fixture(scope="module")
+def setting(places: dict[str, Path]) -> Setting:
+    return Setting(places["one"], 8, SCHEDULE, graph_sizes=SIZES)
 
 
 def captured(setting: Setting, modes: list[str]) -> dict[str, Any]:
@@ -76,11 +74,9 @@ def captured(setting: Setting, modes: list[str]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(place: Path) -> dict[str, Any]:
+def found(setting: Setting) -> dict[str, Any]:
     modes = ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
-    return forks.call(
-        "v2", "tests.proposers.test_graphs:captured", Setting(place, 8, SCHEDULE, graph_sizes=SIZES), modes
-    )
+    return forks.call("v2", "tests.proposers.test_graphs:captured", setting, modes)
 
 
 def swapped(setting: Setting, other: Path) -> dict[str, Any]:
@@ -109,19 +105,13 @@ def swapped(setting: Setting, other: Path) -> dict[str, Any]:
     return found
 
 
-def test_swapped_head_of_equal_shape_is_copied_into_captured_buffers(place: Path, tmp_path: Path) -> None:
+def test_swapped_head_of_equal_shape_is_copied_into_captured_buffers(setting: Setting, places: dict[str, Path]) -> None:
     """Graphs hold the addresses of weights (`keeps_shapes`); a replay drafts as the new head does."""
-    (tmp_path / "target").symlink_to(place / "target")
-    torch.manual_seed(2)
-    write_head(tmp_path / "head", json.loads((place / "target" / "config.json").read_text()))
-    setting = Setting(place, 8, SCHEDULE, graph_sizes=SIZES)
-    found = forks.call("v2", "tests.proposers.test_graphs:swapped", setting, tmp_path)
+    found = forks.call("v2", "tests.proposers.test_graphs:swapped", setting, places["other"])
     assert found["in place"] and found["replays"] == 3
     for one, same, is_equal in (("old", "prepared", True), ("swapped", "new", True), ("old", "new", False)):
-        assert torch.equal(found[one][2][-4:], found[same][2][-4:]) == is_equal, (
-            one,
-            same,
-        )  # conditionals of 4 requests
+        of_four = found[one][2][-4:], found[same][2][-4:]  # conditionals of 4 requests
+        assert torch.equal(*of_four) == is_equal, (one, same)
 
 
 def test_graphs_are_captured_for_scheduled_batches(found: dict[str, Any]) -> None:

@@ -14,17 +14,17 @@ import pytest
 from vllm.config.parallel import ParallelConfig
 
 from tests.support.configs import engine_config, ptp_config
-from tests.support.engine import Call, Engine, Reply, run
+from tests.support.engine import DEMO, Call, build, run
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint.inspect import measured_acceptance
 from vllm_mtpc.plan import draft_schedule as schedule
 from vllm_mtpc.plan.row_groups import most_drafts
 from vllm_mtpc.proposers.config import ptp_options as config_ptp
-from vllm_mtpc.proposers.config.circuit_options import MtpcSpeculativeConfig
 from vllm_mtpc.proposers.v1.draft_planner import DraftPlanner
 from vllm_mtpc.proposers.v1.proposer import MtpcProposer
 
 KEY = schedule.KEY
+PASSES = pytest.mark.parametrize(("variant", "draft_pass"), [("o-ptp", "merged"), ("c-ptp", "two-pass")])
 CODE = b'def read(path):\n    """Return the text of a file."""\n    with open(path) as file:\n'
 
 
@@ -37,11 +37,21 @@ def served(place: Path, **given: Any) -> Any:
     return config.num_speculative_tokens_per_batch_size
 
 
+SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5] * 4}
+
+
 @pytest.mark.parametrize(
-    ("asked", "taken"), [([[9, 64, 0], [1, 8, 4]], [(1, 8, 4), (9, 64, 0)]), ("off", None), (False, None)]
+    ("given", "taken"),
+    [
+        ({KEY: [[9, 64, 0], [1, 8, 4]]}, [(1, 8, 4), (9, 64, 0)]),
+        ({KEY: "off"}, None),
+        ({KEY: False}, None),
+        (SYNTHETIC, None),  # prescribed acceptance has no default
+        ({**SYNTHETIC, KEY: [[1, 8, 4]]}, [(1, 8, 4)]),
+    ],
 )
-def test_valid_schedule_is_served(place: Path, asked: Any, taken: Any) -> None:
-    assert served(place, **{KEY: asked}) == taken
+def test_valid_schedule_is_served(place: Path, given: dict[str, Any], taken: Any) -> None:
+    assert served(place, **given) == taken
 
 
 def test_the_default_is_on(place: Path) -> None:
@@ -52,10 +62,8 @@ def test_the_default_is_on(place: Path) -> None:
     assert served(place, num_speculative_tokens=2)[0][2] <= 2
 
 
-def test_prescribed_acceptance_has_no_default(place: Path) -> None:
-    rates = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5] * 4}
-    assert served(place, **rates) is None
-    assert served(place, **rates, **{KEY: [[1, 8, 4]]}) == [(1, 8, 4)]
+def lengths(ranges: schedule.Schedule) -> set[int]:
+    return {drafts for _, _, drafts in ranges}
 
 
 def expand(ranges: schedule.Schedule, largest: int) -> list[int]:
@@ -70,8 +78,7 @@ def test_the_default_follows_the_head() -> None:
         for worse, better in itertools.pairwise(lengths):
             assert all(a <= b for a, b in zip(worse, better, strict=True))
         assert all(max(one) <= 7 for one in lengths)
-    useless = schedule.default_schedule([[0.0] * 7], 7, True)
-    assert useless == [(1, schedule.LARGEST, 0)]
+    assert schedule.default_schedule([[0.0] * 7], 7, True) == [(1, schedule.LARGEST, 0)]
 
 
 def test_no_batch_is_expected_to_lose() -> None:
@@ -111,7 +118,7 @@ def test_figures_are_read_unless_damaged(tmp_path: Path, text: str | None) -> No
     assert measured_acceptance(demo.path("btree"))["t1"] == written["t1"]["per_position"]
 
 
-@pytest.mark.parametrize(("variant", "draft_pass"), [("o-ptp", "merged"), ("c-ptp", "two-pass")])
+@PASSES
 def test_ptp_rows_follow_the_schedule(variant: str, draft_pass: str) -> None:
     spec = ptp_config(variant, draft_pass, [[1, 2, 7], [3, 4, 0], [5, 8, 2]])
     plan, full = spec.plan(8), spec._plan_for(7, 8)
@@ -123,9 +130,9 @@ def test_ptp_rows_follow_the_schedule(variant: str, draft_pass: str) -> None:
     assert plan.max_rows <= full.max_rows and plan.max_groups <= full.max_groups
 
 
-@pytest.mark.parametrize(("variant", "draft_pass"), [("o-ptp", "merged"), ("c-ptp", "two-pass")])
-def test_the_default_of_ptp_loses_nothing(variant: str, draft_pass: str) -> None:
-    """Every row of its plan still drafts; columns that no row fills are not verified."""
+@PASSES
+def test_the_default_of_ptp_loses_nothing(variant: str, draft_pass: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row of its plan still drafts; columns that no row fills are not verified. On a GPU it has few lengths."""
     spec = ptp_config(variant, draft_pass, None)
     full = spec.plan(300)
     spec.num_speculative_tokens_per_batch_size = spec.default_schedule()
@@ -134,7 +141,13 @@ def test_the_default_of_ptp_loses_nothing(variant: str, draft_pass: str) -> None
         one, other = full.bucket(batch), ours.bucket(batch)
         assert (one is None) == (other is None), batch
         assert one is None or one.sizes[0] == other.sizes[0]
-    assert spec.num_speculative_tokens_per_batch_size[-1][2] == 0
+    every = spec.num_speculative_tokens_per_batch_size
+    assert every[-1][2] == 0
+    spec.num_speculative_tokens_per_batch_size = None
+    monkeypatch.setattr(config_ptp, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    few = spec.default_schedule()
+    assert len(lengths(few)) == schedule.GPU_LENGTHS < len(lengths(every))
+    assert (few[0][2], few[-1][2]) == (every[0][2], every[-1][2])
 
 
 def test_a_step_without_drafts_does_not_run_the_head() -> None:
@@ -159,69 +172,22 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "never": {KEY: [[1, 8, 0]]},
     "pruned": {KEY: "off", "min_acceptance": 0.6},
 }
-GREEDY, SEEDED = {"temperature": 0.0}, {"temperature": 0.9, "seed": 11}
 
 
-def engine(options: dict[str, Any]) -> Engine:
-    prompts = [list(CODE[start : start + 12]) for start in range(4)]
-    calls = [
-        Call(prompts, [{**how, "ignore_eos": True, "max_tokens": 10 * (index + 1)} for index in range(4)])
-        for how in (GREEDY, SEEDED)
-    ]
-    speculative = {"method": "mtpc", "model": str(demo.path("btree")), **options}
-    return Engine(str(demo.path("target")), calls, {"speculative_config": speculative, "max_model_len": 128})
-
-
-@pytest.fixture(scope="module", params=["v1", pytest.param("v2", marks=pytest.mark.slow)])
-def said(request: pytest.FixtureRequest) -> dict[str, list[Reply]]:
-    """Replies by options; V2 is interpreted, so only two of them there."""
-    names = list(OPTIONS) if request.param == "v1" else ["shrinking", "never"]
-    answers = run({name: engine(OPTIONS[name]) for name in names}, request.param, request.param == "v2")
-    for name, replies in answers.items():
-        assert not isinstance(replies, str), (name, replies)
-    return answers
-
-
-def drafts(reply: Reply) -> float:
-    return reply.metrics["vllm:spec_decode_num_draft_tokens"]
-
-
-def test_greedy_text_does_not_depend_on_schedule_or_pruning(said: dict[str, list[Reply]]) -> None:
-    plain = said["never"][0]  # no drafts at all: plain decoding
-    assert drafts(plain) == 0
-    for name, (greedy, _) in said.items():
-        assert greedy.tokens == plain.tokens, name
-        if name not in ("never", "default"):
-            assert drafts(greedy) > 0, name
-    steps = said["shrinking"][0].metrics["vllm:spec_decode_num_drafts"]
-    assert 1 < drafts(said["shrinking"][0]) / steps < 7  # of different lengths
-    if "off" in said:
-        every, pruned = said["off"][0], said["pruned"][0]
-        assert drafts(said["shrinking"][0]) < drafts(every) and drafts(pruned) < drafts(every)
-        accepted = [one.metrics["vllm:spec_decode_num_accepted_tokens"] / drafts(one) for one in (every, pruned)]
-        assert accepted[0] < accepted[1]
-
-
-def test_seeded_text_does_not_depend_on_schedule_or_pruning(said: dict[str, list[Reply]]) -> None:
-    """It is that of plain vLLM."""
-    texts = [replies[1].tokens for replies in said.values()]
-    assert all(text == texts[0] for text in texts)
-    greedy, seeded = said["never"]
-    assert drafts(seeded) == drafts(greedy) == 0 and drafts(said["shrinking"][1]) > drafts(said["shrinking"][0])
-
-
-def test_the_schedule_is_described_in_the_log() -> None:
-    def describe(ranges: Any, is_v2: bool = True) -> str:
-        spec = SimpleNamespace(
-            num_speculative_tokens=7, num_speculative_tokens_per_batch_size=ranges, min_acceptance=None
-        )
-        return MtpcSpeculativeConfig.describe_drafts(spec, is_v2)
-
-    ranges = [(1, 4, 7), (5, 5, 2), (6, 1024, 0)]
-    assert describe(ranges) == "drafts per step by running requests: 7 at 1 to 4, 2 at 5, none from 6 on"
-    assert describe([(1, 1024, 3)]) == "drafts per step by running requests: 3 from 1 on"
-    assert describe(None) == "7 drafts per step, at any batch size"
-    assert "as measured costs and acceptance decide" in describe(None, is_v2=False)
+def test_text_does_not_depend_on_schedule_or_pruning() -> None:
+    """Greedy and seeded; the test of seeds has schedules on V2."""
+    prompts, kinds = [list(CODE[start : start + 12]) for start in range(8)], ({}, {"temperature": 0.9, "seed": 11})
+    sampling = [{"temperature": 0.0, "ignore_eos": True, **kinds[index % 2]} for index in range(8)]
+    call = Call(prompts, [{**one, "max_tokens": 6 * (index + 1)} for index, one in enumerate(sampling)])
+    engines = {name: build(DEMO, "btree", [call], spec=spec, max_model_len=128) for name, spec in OPTIONS.items()}
+    replies = {name: reply for name, (reply,) in run(engines, "v1").items()}
+    every, shrinking, pruned = (replies[name] for name in ("off", "shrinking", "pruned"))
+    assert replies["never"].drafted == 0  # plain decoding
+    for name, reply in replies.items():
+        assert reply.tokens == replies["never"].tokens, name
+    assert 1 < shrinking.drafted / shrinking.steps < 7  # of different lengths
+    assert max(shrinking.drafted, pruned.drafted) < every.drafted
+    assert every.accepted / every.drafted < pruned.accepted / pruned.drafted
 
 
 @pytest.mark.parametrize("is_moe", [False, True])
@@ -242,25 +208,9 @@ def test_dense_data_parallel_engines_have_a_schedule(place: Any, is_moe: bool, m
     assert (spec.num_speculative_tokens_per_batch_size is None) == is_moe
 
 
-def lengths(ranges: schedule.Schedule) -> set[int]:
-    return {drafts for _, _, drafts in ranges}
-
-
 @pytest.mark.parametrize("num_drafts", [1, 3, 7, 15, 31])
 def test_default_schedule_has_few_lengths(num_drafts: int) -> None:
     """vLLM captures about 50 graphs of the target for each length."""
     ranges = schedule.default_schedule([], num_drafts, is_cpu=False)
     assert len(lengths(ranges)) <= schedule.GPU_LENGTHS
     assert all(high * (1 + drafts) <= schedule.GPU_FEW_ROWS for _, high, drafts in ranges if drafts)
-
-
-@pytest.mark.parametrize(("variant", "draft_pass"), [("o-ptp", "merged"), ("c-ptp", "two-pass")])
-def test_default_schedule_of_ptp_has_few_lengths(
-    variant: str, draft_pass: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec = ptp_config(variant, draft_pass, None)
-    every = spec.default_schedule()
-    monkeypatch.setattr(config_ptp, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-    few = spec.default_schedule()
-    assert len(lengths(few)) == schedule.GPU_LENGTHS < len(lengths(every))
-    assert (few[0][2], few[-1][2]) == (every[0][2], every[-1][2])
