@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 from benchmarks import timing
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     options = options_of(args, "ff", 0, window)
     target = read_target(options, torch.device("cpu"))
     rows, _, held_out = read_data(options, target, print)
-    job = options.trainer(options, target)
+    job = options.trainer(options, target, Accelerator(cpu=True))
     prompts = held_out_prompts(options, target, held_out)
     with torch.no_grad():
         steps = list(islice(states_of(job, rows), max(1, args.steps // args.passes)))
@@ -118,10 +119,10 @@ def run(args: argparse.Namespace) -> int:
 
 def states_of(job: Any, rows: Any) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Of each step: states [B, n, D] of the backbone, tokens [B, n], counts [n], the target's log p_k [B, n, V]."""
-    job.setup_data(rows)
+    job.setup(rows)
     whole = slice(None)
     for batch in job.windows.batches():
-        read, tokens, counts, log_p = job.model._read(batch)
+        read, tokens, counts, log_p = job.model.read(batch)
         yield read(whole), tokens, counts, log_p(whole)
 
 

@@ -118,8 +118,7 @@ def train(toy: Toy, window: int, steps: int, trainer: type[PtpTrainer] = PtpTrai
         options = parse(values | changes | {"out": Path(out)})
         run = trainer(options, toy.teacher, Accelerator(cpu=True))
         rows, _ = pack(toy.documents, options.seq_len, window, options.seed)
-        run.setup_data(rows)
-        run.setup_optimizer()
+        run.setup(rows)
         run.train()
     return run.student.eval()
 

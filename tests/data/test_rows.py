@@ -7,13 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaModel
 
 from vllm_mtpc.data.rows import Rows, pack, split_validation
 from vllm_mtpc.data.sources import Documents
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.hf.attention import packed_arguments
-from vllm_mtpc.train.windows import eligible, window_states, window_tokens
+from vllm_mtpc.train.windows import eligible, window_tokens
 
 MASKS = st.lists(st.lists(st.booleans(), max_size=40), min_size=1, max_size=25)
 
@@ -104,42 +102,6 @@ def test_rows_are_full() -> None:
 def test_unpackable_documents_are_refused(masks: list[list[bool]], seq_len: int, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         pack(numbered(masks), seq_len, 4, 0)
-
-
-def test_neighbour_document_changes_no_state() -> None:
-    """Other tokens in one document change no state and no window of another one.
-
-    Bit for bit: the kernels and their sizes are the same, and masked scores weigh exactly zero.
-    """
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = LlamaModel(LlamaConfig(vocab_size=200, max_position_embeddings=64, **sizes)).eval().requires_grad_(False)
-    documents = trained(9, 14, 7, 12, 5, 20, 3)
-    rows, _ = pack(documents, 24, 4, 3)
-    assert rows.document.max() >= 1  # several documents share rows
-
-    def states(tokens: torch.Tensor) -> torch.Tensor:
-        packing = packed_arguments(rows.document, "torch")
-        return model(input_ids=tokens.long(), use_cache=False, **packing).last_hidden_state
-
-    firsts = torch.tensor([int(tokens[0]) for tokens, _ in documents[1:]], dtype=torch.int32)
-    owner = torch.bucketize(rows.tokens, firsts, right=True)
-    owner = torch.where(rows.document >= 0, owner, -1)
-    before = states(rows.tokens)
-    row, start = eligible(rows).nonzero(as_tuple=True)
-    for perturbed in range(len(documents)):
-        tokens = torch.where(owner == perturbed, rows.tokens + 100, rows.tokens)
-        after = states(tokens)
-        others = owner != perturbed
-        assert torch.equal(after[others], before[others])
-        assert not torch.equal(after[~others], before[~others])
-        elsewhere = owner[row, start] != perturbed
-        r, t = row[elsewhere], start[elsewhere]
-        changed = Rows(tokens, rows.document, rows.trained)
-        expected = window_tokens(rows, r, t, 4)
-        assert torch.equal(window_tokens(changed, r, t, 4), expected)
-        read = expected >= 0
-        assert torch.equal(window_states(after, r, t, 4)[read], window_states(before, r, t, 4)[read])
 
 
 def test_leak_between_documents_is_found() -> None:

@@ -75,7 +75,7 @@ def test_files_are_the_same_every_time(tmp_path: Path) -> None:
     for folder in (tmp_path / "one", tmp_path / "other"):
         draw.plot_loss(METRICS, folder, "nats")
         draw.plot_acceptance({"cp": RESULTS}, folder)
-        draw.plot_latency(ROWS, folder, "x")
+        draw.plot_served(ROWS, folder, "x")
     for file in (tmp_path / "one").iterdir():
         assert file.read_bytes() == (tmp_path / "other" / file.name).read_bytes(), file.name
 

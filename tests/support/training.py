@@ -97,8 +97,7 @@ def options_for(target: Target, out: Path, **changes) -> TrainOptions:
 def make_trainer(options: TrainOptions, target: Target, documents: Documents | None = None) -> Trainer:
     rows, _ = pack(documents or random_documents(), options.seq_len, options.window, options.seed)
     trainer = options.trainer(options, target, Accelerator(cpu=True))
-    trainer.setup_data(rows)
-    trainer.setup_optimizer()
+    trainer.setup(rows)
     return trainer
 
 

@@ -14,11 +14,10 @@ from transformers import Phi3Config, Phi3ForCausalLM
 from benchmarks.demo.byte_target import build_tokenizer
 from tests.support import drafters
 from tests.support.models import make_target
-from tests.support.training import BACKBONE, options_for, random_documents, record_of, refused, train
+from tests.support.training import BACKBONE, make_trainer, options_for, record_of, refused, train
 from tests.train.conftest import WORDS
 from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.cli import main
-from vllm_mtpc.data.rows import Rows, pack
 from vllm_mtpc.eval.text import Sampling, generate, with_backbone
 from vllm_mtpc.hf import bind, load_target
 from vllm_mtpc.hf.attention import document_positions
@@ -27,19 +26,9 @@ from vllm_mtpc.train.circuit_trainer import CircuitTrainer
 torch.set_num_threads(1)
 
 
-def trainer_for(target, out, **changes) -> CircuitTrainer:
-    return CircuitTrainer(options_for(target, out, **BACKBONE | changes), target)
-
-
-def rows_of(options) -> Rows:
-    return pack(random_documents(), options.seq_len, options.window, options.seed)[0]
-
-
 def test_window_reads_only_its_document(tiny_target, tmp_path):
     """The input of every window equals that of its document alone, up to the start of the window."""
-    job = trainer_for(tiny_target, tmp_path)
-    rows = rows_of(job.options)
-    job.setup_data(rows)
+    job = make_trainer(options_for(tiny_target, tmp_path, **BACKBONE), tiny_target)
     drafter, batch = job.model, next(job.windows.batches())
     first = batch.tokens[:, 0]
     read, verified = drafter._reader(batch.hidden, batch.document, batch.row, batch.start, first)
@@ -85,7 +74,8 @@ def test_backbone_splits_fused_projections_and_reports_missing_weights(place, tm
 
 
 def test_measured_backbone_states_match_single_windows(tiny_target, tmp_path):
-    head = trainer_for(tiny_target, tmp_path, circuit="ff", components=1).head
+    options = options_for(tiny_target, tmp_path, **BACKBONE | {"circuit": "ff", "components": 1})
+    head = CircuitTrainer(options, tiny_target).head
     prompts, sampling = [torch.tensor([1, 2, 3]), torch.tensor([4, 5])], Sampling(1.0)
     samples = generate(tiny_target, prompts, 8, sampling, torch.Generator().manual_seed(0), overhang=4)
     found = with_backbone(samples, head, tiny_target).draft

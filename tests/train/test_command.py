@@ -179,29 +179,12 @@ def test_ray_trains_as_one_process(place):
     ("changes", "message"),
     [
         ({"data": "{place}/none.jsonl"}, "none.jsonl: no such file or folder; name one that exists"),
+        ({"data": "{place}/none.jsonl", "regenerate": 4}, "none.jsonl: no such file or folder"),
         ({"data": "{place}/none*.jsonl"}, "none*.jsonl: no file matches"),
-        ({"validation_data": "{place}/none.txt"}, "none.txt: no such file"),
+        ({"validation_data": "{place}/none.txt", "regenerate": 4}, "none.txt: no such file"),
         ({"out": "{place}/text.jsonl/head"}, "text.jsonl is no folder that you may write to; name another folder"),
-        ({"out": "{place}/shut/head"}, "shut is no folder that you may write to"),
+        ({"out": "{place}/shut/head", "regenerate": 4}, "shut is no folder that you may write to"),
         ({"cache": "{place}/shut/cache"}, "shut is no folder that you may write to"),
-    ],
-)
-def test_paths_are_checked_before_weights_are_loaded(place, capsys, monkeypatch, changes, message):
-    """Nothing of the target is loaded, and no responses are written, for a place that is not there."""
-    monkeypatch.setattr(run, "load_target", lambda *given: pytest.fail("weights were loaded"))
-    monkeypatch.setattr(command, "with_responses", lambda options: pytest.fail("responses were written"))
-    (place / "shut").mkdir(exist_ok=True)
-    may = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).endswith("shut") and may(path, mode))
-    given = {"out": "refused"} | {key: value.format(place=place) for key, value in changes.items()}
-    for more in ({}, {"regenerate": 4}):
-        assert message in refused(capsys, place, **given, **more)
-    assert not (place / "refused").exists() and not list((place / "shut").iterdir())
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
         ({"expander_rank": 8}, "expander_rank=8 is not an option of head 'linear'"),
         ({"num_speculative_tokens": 4}, "at most 3 can be drafted"),
         ({"init_from": "{place}/small"}, "cannot start from a head of"),
@@ -223,16 +206,21 @@ def test_paths_are_checked_before_weights_are_loaded(place, capsys, monkeypatch,
     ],
 )
 def test_options_are_checked_before_weights_are_loaded(place, capsys, monkeypatch, changes, message):
+    """Nothing of the target is loaded, and vLLM writes no responses."""
+    (place / "shut").mkdir(exist_ok=True)
+    may = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).endswith("shut") and may(path, mode))
     (place / "keys.jsonl").write_text('{"prompt": "a"}\n')
     (place / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     if not (place / "small").exists():
         train(place, "small", window=3, dry_run=True)
     monkeypatch.setattr(run, "load_target", lambda *given: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(command, "with_responses", lambda options: pytest.fail("responses were written"))
     monkeypatch.setattr(run, "find_spec", lambda name: None)
     given = {"out": "refused"} | {key: str(value).format(place=place) for key, value in changes.items()}
     error = refused(capsys, place, **given)
     assert error.startswith("vllm-mtpc: error: ") and message in error
-    assert not (place / "refused").exists()
+    assert not (place / "refused").exists() and not list((place / "shut").iterdir())
 
 
 def test_interrupted_evaluation_keeps_the_head(place, capsys, monkeypatch):

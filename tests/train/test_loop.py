@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 import signal
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.tiny import acceptance
 from tests.support.training import BACKBONE, PTP_CASES, losses, make_trainer, options_for, random_documents
 from vllm_mtpc.errors import CheckpointError
+from vllm_mtpc.eval.acceptance import measure
 from vllm_mtpc.eval.text import Sampling
 from vllm_mtpc.train import state
 from vllm_mtpc.train.circuit_trainer import CircuitTrainer
@@ -245,27 +246,14 @@ def test_incomplete_metrics_line_is_left_out(tmp_path):
 
 
 def test_results_use_the_rule_of_their_temperature(tiny_target, tmp_path):
-    """Against the mean over all positions, written out: `anywhere` weights them alike."""
     few = {"evaluation_sequences": 6, "evaluation_prompt_tokens": 4, "evaluation_tokens": 20}
     options = options_for(tiny_target, tmp_path, dtype="float32", **few)
     trainer = CircuitTrainer(options, tiny_target)
     trainer.save({}, {"steps": 0})
     samples = trainer.continuations(held_out_prompts(options, tiny_target, random_documents()))
     found = trainer.measure(samples)
-    values = {}
-    for name, some in samples.items():
-        total = []
-        ends = some.prompt_lengths - 1, some.lengths - 2
-        for text, hidden, first, last in zip(some.tokens, some.hidden, *ends, strict=True):
-            for t in range(int(first), int(last)):
-                at = torch.arange(t, t + options.window)
-                sampling = Sampling(0.0 if name == "t0" else 1.0)
-                kept = acceptance(trainer.head, tiny_target, hidden[at][None], text[at + 1][None], sampling)
-                total.append(1 + kept.sum().item())
-        values[name] = sum(total) / len(total)
-    assert found["t0"]["anywhere"] == pytest.approx(values["t0"], abs=1e-5)
-    # the figure averages the last factor of each product over the target's distribution: same mean, other noise
-    assert found["t1"]["anywhere"] == pytest.approx(values["t1"], abs=0.1)
+    for name, temperature in (("t1", 1.0), ("t0", 0.0)):
+        assert found[name] == asdict(measure(trainer.head, tiny_target, samples[name], Sampling(temperature)))
     assert abs(found["t1"]["anywhere"] - found["t0"]["anywhere"]) > 0.2  # so that mixing them up shows
 
 

@@ -109,38 +109,30 @@ def plot_acceptance(results: Results, folder: Path) -> list[Path]:
 
 
 def plot_served(rows: Sequence[Mapping[str, Any]], folder: Path, name: str) -> list[Path]:
-    """Draw `name`-latency.png and .svg for each group of rows that may be compared.
+    """Draw `name`-latency.png and .svg: throughput over milliseconds per token, a line per decoding along its clients.
 
     Args:
-        rows: of a result of `vllm-mtpc bench serve`; groups, in results of version 0.2, add their name to the file's.
+        rows: of a result of `vllm-mtpc bench serve`. Groups, in results of version 0.2, have a figure each, and add
+            their name to the file's. The time per token is TPOT where answers were streamed, else the clients divided
+            by the throughput.
     """
     files = []
     for number, group in enumerate(dict.fromkeys(row.get("group", "") for row in rows)):
         suffix = "-" + re.sub(r"\W+", "-", group).lower() if number else ""
-        mine = [row for row in rows if row.get("group", "") == group]
-        files += plot_latency(mine, folder, f"{name}{suffix}-latency")
+        found = [row for row in rows if row.get("group", "") == group]
+        temperatures = list(dict.fromkeys(row["temperature"] for row in found))
+        looks = looks_of([name for name in dict.fromkeys(row["decoding"] for row in found) if name != "plain"])
+        with panels(1, len(temperatures), (4.2 * len(temperatures), 3.6), sharey=True) as (figure, axes):
+            for axis, temperature in zip(axes, temperatures, strict=True):
+                for decoding, look in {**looks, "plain": PLAIN}.items():
+                    mine = [row for row in found if (row["temperature"], row["decoding"]) == (temperature, decoding)]
+                    mine.sort(key=lambda row: row["clients"])
+                    times = [row["tpot_ms"] or 1000 * row["clients"] / row["tokens_per_second"] for row in mine]
+                    if mine:
+                        axis.loglog(times, [row["tokens_per_second"] for row in mine], label=decoding, **look)
+                title = TITLES.get(f"t{temperature:g}", f"T={temperature:g}")
+                axis.set(title=title, xlabel="milliseconds per token of a request")
+            axes[0].set_ylabel("tok/s of all requests")
+            axes[0].legend()
+            files += save(figure, folder, f"{name}{suffix}-latency")
     return files
-
-
-def plot_latency(rows: Sequence[Mapping[str, Any]], folder: Path, name: str) -> list[Path]:
-    """Draw throughput over milliseconds per token: a line per decoding along its numbers of clients.
-
-    The time per token is TPOT where answers were streamed, else the clients divided by the throughput.
-    """
-    temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
-    looks = looks_of([name for name in dict.fromkeys(row["decoding"] for row in rows) if name != "plain"])
-    with panels(1, len(temperatures), (4.2 * len(temperatures), 3.6), sharey=True) as (figure, axes):
-        for axis, temperature in zip(axes, temperatures, strict=True):
-            for decoding, look in {**looks, "plain": PLAIN}.items():
-                mine = [row for row in rows if (row["temperature"], row["decoding"]) == (temperature, decoding)]
-                mine.sort(key=lambda row: row["clients"])
-                times = [row["tpot_ms"] or 1000 * row["clients"] / row["tokens_per_second"] for row in mine]
-                if mine:
-                    axis.loglog(times, [row["tokens_per_second"] for row in mine], label=decoding, **look)
-            axis.set(
-                title=TITLES.get(f"t{temperature:g}", f"T={temperature:g}"),
-                xlabel="milliseconds per token of a request",
-            )
-        axes[0].set_ylabel("tok/s of all requests")
-        axes[0].legend()
-        return save(figure, folder, name)

@@ -28,14 +28,6 @@ WATCHED = 128  # windows of a step that the running estimate of tokens/step is m
 Reader = Callable[[slice], Tensor]  # values of some of the windows
 
 
-def position_weights(options: TrainOptions, window: int) -> Tensor:
-    """Return w_k, [n] float64, with sum 1; w_1 is 0 unless x_1 is trained."""
-    weights = options.gamma ** torch.arange(window, dtype=torch.float64)
-    if not options.train_first:
-        weights[0] = 0
-    return weights / weights.sum()
-
-
 def window_loss(
     circuit: Circuit, params: CircuitParams, tokens: Tensor, log_p: Tensor | None, options: TrainOptions, counts: Tensor
 ) -> Tensor:
@@ -52,7 +44,9 @@ def window_loss(
     kept = tokens >= 0
     log_q = None if log_p is None else conditionals(circuit, params, tokens)  # [B, n, V]
     chosen = circuit.conditional_log_probs(params, tokens) if log_q is None else _at(log_q, tokens)  # [B, n]
-    of_positions = position_weights(options, tokens.shape[1])
+    of_positions = options.gamma ** torch.arange(tokens.shape[1], dtype=torch.float64)  # w_k, [n], with sum 1
+    of_positions[0] *= options.train_first
+    of_positions /= of_positions.sum()
     means = 1 / counts.clamp(min=1).to(chosen)  # [n]
     weights = of_positions.to(chosen) * means
     terms = -(1 - options.beta) * chosen
@@ -143,6 +137,16 @@ class Drafter(nn.Module):
         """Return the loss in nats and, if watched, the sums of `watched_tokens`."""
         if not len(batch.row):
             return zero_loss(self), torch.zeros(2, device=self.target.device)
+        read, tokens, counts, log_p = self.read(batch)
+        loss = step_loss(self.head, read, tokens, counts, log_p, self.options)
+        if not watch:
+            return loss, None
+        with torch.no_grad():
+            some = slice(0, WATCHED)
+            return loss, watched_tokens(self.head, read(some), tokens[some], log_p(some))
+
+    def read(self, batch: Windows) -> tuple[Reader, Tensor, Tensor, Reader]:
+        """Return the reader of the head's input, tokens [B, n], counts [n], and the reader of log p_k [., n, V]."""
         device, window = self.target.device, self.options.window
         if isinstance(self.head, BackboneHead):  # sort by row: chunks then have few rows
             order = (batch.row * batch.hidden.shape[1] + batch.start).argsort()
@@ -155,12 +159,7 @@ class Drafter(nn.Module):
                 states = window_states(verified, row[piece], start[piece], window)
                 return self.target.logits(states).log_softmax(-1)
 
-        loss = step_loss(self.head, read, tokens, counts, log_p, self.options)
-        if not watch:
-            return loss, None
-        with torch.no_grad():
-            some = slice(0, WATCHED)
-            return loss, watched_tokens(self.head, read(some), tokens[some], log_p(some))
+        return read, tokens, counts, log_p
 
     def _reader(
         self, hidden: Tensor, document: Tensor, row: Tensor, start: Tensor, first: Tensor

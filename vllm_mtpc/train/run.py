@@ -66,8 +66,7 @@ def train(options: TrainOptions, command: str | None = None, again: str = AGAIN)
     started = time.monotonic()
     rows, report, held_out = read_data(options, target, log)
     prompts = held_out_prompts(options, target, held_out)  # before training: they may be refused
-    trainer.setup_data(rows)
-    trainer.setup_optimizer()
+    trainer.setup(rows)
     trainer.train()
     if trainer.stopping.signal:
         log(f"{Signals(trainer.stopping.signal).name}: ended after step {trainer.step:,}, its state is in "

@@ -14,7 +14,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -73,12 +73,12 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 class Trainer(ABC):
-    """Trains and writes one head: `setup_data`, `setup_optimizer`, `train` and `finish`, in this order.
+    """Trains and writes one head: `setup`, `train` and `finish`, in this order.
 
     Args:
         options: Options of the run, `settled`.
         target: The frozen target.
-        accelerator: Devices and processes; None where nothing is trained.
+        accelerator: Devices and processes; None where there is no `setup`.
     """
 
     own: ClassVar[tuple[str, ...]]  # options that other families do not have
@@ -149,11 +149,11 @@ class Trainer(ABC):
         assert self.options.seq_len is not None  # `settled`
         return max(1, BLOCK_BYTES // (self.options.seq_len * self.state_size() * self.target.dtype.itemsize))
 
-    def setup_data(self, rows: Rows) -> None:
-        """Create the windows and the number of steps of the run."""
+    def setup(self, rows: Rows) -> None:
+        """Create windows and AdamW, and prepare model and optimiser for the processes of the run."""
         options, accelerator = self.options, self.accelerator
-        rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
-        with accelerator.main_process_first() if accelerator else nullcontext():  # the first one writes the cache
+        rank, world = accelerator.process_index, accelerator.num_processes
+        with accelerator.main_process_first():  # the first one writes the cache
             source = self.source(rows)
         block_rows = options.block_rows or self.block_rows(source, world)
         sizes = options.window, options.windows_per_step, block_rows, options.seed
@@ -161,15 +161,11 @@ class Trainer(ABC):
         epochs = options.epochs or (0 if options.minutes else 1)
         of_epochs = max(1, int(self.windows.steps_per_epoch() * epochs)) if epochs else UNLIMITED
         self.steps = options.max_steps or of_epochs
-
-    def setup_optimizer(self) -> None:
-        """Create AdamW over the trained parameters and prepare model and optimiser for the processes of the run."""
-        options = self.options
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, betas=BETAS, weight_decay=0.0, fused=True)
-        self.model, self.optimizer = self.accelerator.prepare(self.model, optimizer)
-        state.use_plain_names(self.accelerator)
-        self.stopping = state.Stopping(options.save_minutes, self.accelerator.num_processes, options.minutes)
+        self.model, self.optimizer = accelerator.prepare(self.model, optimizer)
+        state.use_plain_names(accelerator)
+        self.stopping = state.Stopping(options.save_minutes, world, options.minutes)
 
     # --- training
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.paper import toy
 from tests.support.files import front_matter_of
 from tests.support.training import PTP, PTP_CASES, make_trainer, options_for, record_of, refused, train
 from vllm_mtpc.checkpoint.ptp_head import load_ptp, load_student
@@ -153,6 +154,35 @@ def test_draws_are_beta_and_uniform() -> None:
     torch.testing.assert_close(variance, torch.tensor([1 / (4 * 1.6), 1 / 12]).double(), rtol=0.02, atol=0)
     left, right = torch.tensor([0.25]).double(), torch.tensor([0.5]).double()
     assert ((u := u_inside(left, right, draws)) >= 0.25).all() and (u < 0.5).all()
+
+
+# --- the paper's claim at the size of a test: rows that receive u draft what no rows without it can
+
+# In the language `coin` (benchmarks/paper/toy.py) a coin decides all tokens of a text. A student with u reads the coin
+# and drafts the whole text; one without u guesses it, and needs two steps instead of one: UNAWARE, an eighth of the
+# texts apart. Trained by the package's own trainer on the teacher's own text, measured on other texts of it.
+WINDOW = toy.PHRASE
+
+
+@pytest.fixture(scope="module")
+def coin() -> toy.Toy:
+    return toy.make("coin", WINDOW)
+
+
+def test_rows_that_are_told_u_draft_what_a_coin_decides(coin: toy.Toy) -> None:
+    """The ceiling is the window: a student that picks as the teacher does never ends a step early."""
+    found = toy.measure(coin, toy.train(coin, WINDOW, 450, variant="o-ptp"))
+    assert found.tokens_per_step > 0.9 * WINDOW
+    # With another text's coin a step is wasted on another phrase, as often as a guess is wrong.
+    assert found.shuffled_tokens_per_step < 1.1 * toy.UNAWARE
+
+
+def test_rows_that_are_not_cannot(coin: toy.Toy) -> None:
+    """The bound is the language's; the student of equal rank, data and steps is below, and the bound far below 0.9."""
+    found = toy.measure(coin, toy.train(coin, WINDOW, 450, variant="independent"))
+    # 160 texts hold about 20 lucky coins; four standard deviations of them are 0.5 tokens/step
+    assert found.tokens_per_step < toy.UNAWARE + 0.5 < 0.6 * WINDOW
+    assert found.shuffled_tokens_per_step == found.tokens_per_step
 
 
 # --- the command
