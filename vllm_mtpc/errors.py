@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
 from typing import cast, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -80,12 +79,6 @@ def install(extra: str) -> str:
     return f"pip install '.[{extra}]' in the checkout of vllm_mtpc"
 
 
-def did_you_mean(word: str, allowed: Iterable[str]) -> str:
-    """Return the end of an error about an unknown name: the most similar allowed one, or nothing."""
-    found = difflib.get_close_matches(word, list(allowed), 1)
-    return f"; did you mean {found[0]}?" if found else ""
-
-
 def one_line(error: ValidationError, allowed: list[str] | type[BaseModel]) -> str:
     """Return the first problem of a pydantic error in one line.
 
@@ -97,7 +90,8 @@ def one_line(error: ValidationError, allowed: list[str] | type[BaseModel]) -> st
     key = printable(".".join(map(str, problem["loc"])), 100)
     if problem["type"] == "extra_forbidden":
         names = allowed if isinstance(allowed, list) else _field_names(allowed, problem["loc"])
-        hint = did_you_mean(str(problem["loc"][-1]), names)
+        similar = difflib.get_close_matches(str(problem["loc"][-1]), names, 1)
+        hint = f"; did you mean {similar[0]}?" if similar else ""
         return f"unknown key {key!r}; allowed keys: {', '.join(sorted(names))}; remove it or correct its name{hint}"
     if problem["type"] == "missing":
         return f"key {key!r} is missing; every key is explicit in this format: add it"

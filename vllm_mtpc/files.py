@@ -117,12 +117,9 @@ def open_tensors(file: Path) -> Iterator[Any]:
 
 def check_lengths(file: Path, names: Iterable[str]) -> None:
     """Raise CheckpointError for a tensor with a very long name, on which pattern matching may be slow."""
-    for name in names:
-        if len(name) > MAX_NAME:
-            raise CheckpointError(
-                f"{file}: a tensor's name of {len(name):,} characters, {name[:40]!r}...; allowed: {MAX_NAME}; save it "
-                "again"
-            )
+    if long := next((name for name in names if len(name) > MAX_NAME), None):
+        size = f"{len(long):,} characters, {long[:40]!r}..."
+        raise CheckpointError(f"{file}: a tensor's name of {size}; allowed: {MAX_NAME}; save it again")
 
 
 def _read(file: Path, size: int) -> bytes:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,29 +27,27 @@ def check_file(file: Path | None, flag: str = "--json") -> None:
         return
     if file.resolve().parent == provenance.RESULTS and (provenance.commit() or "").endswith(provenance.CHANGED):
         raise UsageError(f"{flag} {file}: the checkout differs from its commit; commit first, or name another folder")
-    with _refused(f"{flag} {file}", "file"):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-            raise OSError(0, "a folder" if file.is_dir() else "no right to write it")
+    _check_place(file, file.parent, flag)
 
 
 def check_folder(folder: Path | None, flag: str = "--out") -> None:
     """Make a folder; raise UsageError if nothing can be written to it. None: nothing is checked."""
-    if folder is None:
-        return
-    with _refused(f"{flag} {folder}", "folder"):
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise OSError(0, "no right to write to it")
+    if folder is not None:
+        _check_place(folder, folder, flag)
 
 
-@contextmanager
-def _refused(place: str, kind: str) -> Iterator[None]:
+def _check_place(path: Path, folder: Path, flag: str) -> None:
+    kind = "folder" if path == folder else "file"
     try:
-        yield
+        folder.mkdir(parents=True, exist_ok=True)
+        if path.is_dir() and kind == "file":
+            raise OSError(0, "a folder")
+        place, right = (path, os.W_OK) if path.is_file() else (folder, os.W_OK | os.X_OK)
+        if not os.access(place, right):
+            raise OSError(0, "no right to write to it")
     except OSError as error:
         reason = "a file is in the place of a folder" if isinstance(error, FileExistsError) else error.strerror
-        raise UsageError(f"{place}: cannot be written to ({reason}); name another {kind}") from None
+        raise UsageError(f"{flag} {path}: cannot be written to ({reason}); name another {kind}") from None
 
 
 def write_json(file: Path, values: dict[str, Any]) -> None:
