@@ -63,15 +63,13 @@ def is_parsed(words: list[str]) -> bool:
     return True
 
 
-def options(words: list[str]) -> set[str]:
+def options(parser: argparse.ArgumentParser, words: list[str]) -> set[str]:
     """The options of a command and of its subcommand."""
-    parser: argparse.ArgumentParser = _parser(words)
     found = set(parser._option_string_actions)
-    for word in words:
-        inner = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-        if inner and word in inner[0].choices:
-            parser = inner[0].choices[word]
-            found |= set(parser._option_string_actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for word in action.choices.keys() & set(words):
+                found |= options(action.choices[word], words)
     return found
 
 
@@ -103,7 +101,7 @@ def test_commands_of_the_documentation_are_accepted(root: Path, capsys: pytest.C
     for file, text in texts.items():
         for words in (piece.split() for piece in INLINE.findall(BLOCK.sub("", text))):
             named = {word.partition("=")[0].rstrip(",;.)") for word in words if word.startswith("--")}
-            if words[0] not in COMMANDS or named - options(words):
+            if words[0] not in COMMANDS or named - options(_parser(words), words):
                 wrong.append(f"{file}: vllm-mtpc {' '.join(words)}")
     assert not wrong, "\n".join(wrong) + capsys.readouterr().err
 

@@ -12,12 +12,8 @@ from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 
+FILE = Path(__file__).parents[2] / "docs" / "notebook" / "circuits.ipynb"
 LINK = re.compile(r"\]\(([^)\s]+)")
-
-
-@pytest.fixture
-def file(root: Path) -> Path:
-    return root / "docs" / "notebook" / "circuits.ipynb"
 
 
 class ThisInterpreter(KernelSpecManager):
@@ -28,24 +24,24 @@ class ThisInterpreter(KernelSpecManager):
         return KernelSpec(argv=command, display_name=kernel_name, language="python")
 
 
-def test_notebook_is_stored_without_outputs_and_its_links_resolve(file: Path) -> None:
-    notebook = nbformat.read(file, as_version=4)
+def test_notebook_is_stored_without_outputs_and_its_links_resolve() -> None:
+    notebook = nbformat.read(FILE, as_version=4)
     nbformat.validate(notebook)
-    assert not re.search(r"(?<![\w.:/<])/[A-Za-z]\w*/\w|\b[A-Z]:\\\\", file.read_text(encoding="utf-8"))
+    assert not re.search(r"(?<![\w.:/<])/[A-Za-z]\w*/\w|\b[A-Z]:\\\\", FILE.read_text(encoding="utf-8"))
     for cell in notebook.cells:
         if cell.cell_type == "code":
             assert cell.outputs == [] and cell.execution_count is None
         else:
-            assert all((file.parent / link.partition("#")[0]).is_file() for link in LINK.findall(cell.source))
+            assert all((FILE.parent / link.partition("#")[0]).is_file() for link in LINK.findall(cell.source))
 
 
 @pytest.mark.slow
-def test_notebook_runs_and_its_claims_hold(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notebook_runs_and_its_claims_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    notebook = nbformat.read(file, as_version=4)
+    notebook = nbformat.read(FILE, as_version=4)
     notebook.cells.append(nbformat.v4.new_code_cell("assert torch.get_num_threads() == 1"))
     manager = AsyncKernelManager(kernel_name="python3", kernel_spec_manager=ThisInterpreter())
-    resources = {"metadata": {"path": str(file.parent)}}
+    resources = {"metadata": {"path": str(FILE.parent)}}
     NotebookClient(notebook, km=manager, timeout=170, resources=resources).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     printed = "".join(output["text"] for output in outputs if output.get("name") == "stdout")

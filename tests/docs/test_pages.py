@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,12 +47,6 @@ def test_only_a_passed_test_is_a_claim(ended: dict[str, int], shown: str, counte
     }
     assert f"| top_k | {shown} |" in features.page(run)
     assert f"| 0.40 | 3.12 | {counted}" in compatibility.page([run])
-
-
-def test_unknown_feature_of_a_mark_is_refused() -> None:
-    marks = {"feature": [pytest.mark.feature("top_q", "distribution", "mtpc on V1").mark], "column": []}
-    with pytest.raises(pytest.UsageError, match="top_q"):
-        features.cells_of(SimpleNamespace(nodeid="test", iter_markers=marks.__getitem__))
 
 
 @pytest.mark.parametrize("vocab, size", [(2048, 1024), (32000, 2048), (32000, 4096), (128256, 4096), (151936, 4096)])
