@@ -1,4 +1,4 @@
-"""Ray clusters of several nodes on one machine, in a folder of their own, so that tests do not find each other's."""
+"""Ray clusters of several nodes on one machine, and the files of batch jobs, for tests with a fake server."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
+
 from benchmarks.nodes import PATIENCE, Nodes
 from vllm_mtpc.engine.server import Client, free_port
 
+LOCAL = fsspec.filesystem("file")
 FAKE = [sys.executable, str(Path(__file__).parent / "fake_server.py")]
 
 
@@ -22,7 +25,7 @@ FAKE = [sys.executable, str(Path(__file__).parent / "fake_server.py")]
 def cluster(count: int = 1, cpus: float = 2, gpus: float = 0, **environment: str) -> Iterator[Nodes]:
     """`count` nodes with so many CPUs and GPUs each; this process is a driver on the first one.
 
-    environment: of all their processes.
+    They have a folder of their own, so that tests do not find each other's. environment: of all their processes.
     """
     import ray
 
@@ -60,3 +63,22 @@ def serving(build: Callable[[], Any], cpus: float) -> Iterator[Client]:
 def ask(client: Client, prompt: str, **more) -> tuple[int, dict]:
     status, text = client.post("/v1/completions", json.dumps({"prompt": prompt, **more}).encode())
     return status, json.loads(text)
+
+
+def write_prompts(path: Any, prompts: dict[str, str], store: Any = LOCAL) -> None:
+    lines = [json.dumps({"id": name, "prompt": prompt}) for name, prompt in prompts.items()]
+    store.pipe_file(str(path), "\n".join(lines).encode())
+
+
+def answers_of(folder: Any, store: Any = LOCAL) -> dict[str, dict]:
+    """Lines of a batch job's parts by id; every part is whole, and every id has one line."""
+    parts = [store.cat_file(part) for part in store.glob(f"{folder}/part-*.jsonl")]
+    assert all(part.endswith(b"\n") for part in parts)
+    lines = [json.loads(line) for part in parts for line in part.splitlines()]
+    answers = {line["custom_id"]: line for line in lines}
+    assert len(answers) == len(lines)
+    return answers
+
+
+def text_of(answer: dict) -> str:
+    return answer["response"]["body"]["choices"][0]["text"]

@@ -13,7 +13,6 @@ server has just died, because it has no requests. The router runs on the head no
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import sys
@@ -52,10 +51,10 @@ ABORTED = b'"finish_reason":"abort"'  # in a response of a server that is being 
 
 
 class Asked(NamedTuple):
-    """A request of a client."""
+    """A request of a client; `path` has the query."""
 
     method: str
-    path: str  # with the query
+    path: str
     headers: dict[str, str]
     body: bytes
 
@@ -224,14 +223,13 @@ def _scale(options: ServeOptions) -> dict[str, Any]:
         return {"num_replicas": options.replicas}
     named = options.model_dump(include={"min_replicas", "max_replicas", "target_ongoing_requests"})
     config = {**options.autoscaling, **named, "initial_replicas": max(options.replicas, options.min_replicas)}
-    try:
-        known = AutoscalingConfig.model_validate(config).model_fields_set
-    except ValidationError as error:
-        raise UsageError(f"autoscaling: {one_line(error, AutoscalingConfig)}") from None
-    if unknown := ", ".join(sorted(set(options.autoscaling) - known)):
+    if unknown := ", ".join(sorted(options.autoscaling.keys() - AutoscalingConfig.model_fields.keys())):
         allowed = ", ".join(sorted(AutoscalingConfig.model_fields))
         raise UsageError(f"autoscaling: unknown key {unknown}; allowed: {allowed}")
-    return {"autoscaling_config": config}
+    try:
+        return {"autoscaling_config": AutoscalingConfig.model_validate(config)}
+    except ValidationError as error:
+        raise UsageError(f"autoscaling: {one_line(error, AutoscalingConfig)}") from None
 
 
 async def _next(parts: Any, deadline: float) -> Any:
@@ -246,18 +244,13 @@ async def _next(parts: Any, deadline: float) -> Any:
 
 
 def _short(error: BaseException) -> str:
-    error = getattr(error, "cause", None) or error  # without the text that Ray adds
-    return (str(error).strip() or repr(error)).splitlines()[0]
+    return first_line(getattr(error, "cause", None) or error)  # without the text that Ray adds
 
 
-def _body(message: str, code: int) -> dict[str, Any]:
+def _error(status: int, message: str) -> JSONResponse:
     """Return an error in the form of vLLM's."""
-    return {"error": {"message": message, "type": "EngineFailed", "param": None, "code": code}}
-
-
-def _error(status: int, message: str) -> Response:
-    return JSONResponse(_body(message, status), status)
+    return JSONResponse({"error": {"message": message, "type": "EngineFailed", "param": None, "code": status}}, status)
 
 
 def _event(message: str) -> bytes:
-    return f"data: {json.dumps(_body(message, 502))}\n\ndata: [DONE]\n\n".encode()
+    return b"data: " + bytes(_error(502, message).body) + b"\n\ndata: [DONE]\n\n"

@@ -48,8 +48,8 @@ class ServeOptions(EngineOptions):
     @property
     def environment(self) -> dict[str, str]:
         """Variables added to the environment of an engine on any node, with the API key of this process."""
-        own = {API_KEY: os.environ[API_KEY]} if os.environ.get(API_KEY) else {}
-        return {**own, **self.env}
+        key = os.environ.get(API_KEY)
+        return {**({API_KEY: key} if key else {}), **self.env}
 
 
 def parse(arguments: dict[str, Any]) -> ServeOptions:
@@ -58,7 +58,5 @@ def parse(arguments: dict[str, Any]) -> ServeOptions:
     for key, instead in OURS.items():
         if key in given:
             raise UsageError(f"{key}={given[key]!r} is not an engine's here: remove it; {instead}".rstrip("; "))
-    names = ServeOptions.model_fields.keys() - {"engine"}
-    own = {key: value for key, value in given.items() if key in names}
-    flags = {key: value for key, value in given.items() if key not in names}
-    return validated(ServeOptions, {**own, "engine": {"shutdown_timeout": SHUTDOWN_S, **flags}}, EXAMPLE)
+    own = {key: given.pop(key) for key in ServeOptions.model_fields.keys() - {"engine"} if key in given}
+    return validated(ServeOptions, {**own, "engine": {"shutdown_timeout": SHUTDOWN_S, **given}}, EXAMPLE)

@@ -1,4 +1,4 @@
-"""EVA attention over two paged caches, of tokens and of chunk summaries (formulas: docs/models.md).
+"""EVA attention over two paged caches, of tokens and of chunk summaries (formulas: docs/internals.md).
 
 A cache has the shape [blocks, H, N, 2D]: keys in the first D numbers, values in the others; N is the number of tokens
 or summaries in a block.

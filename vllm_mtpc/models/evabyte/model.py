@@ -1,7 +1,7 @@
 """EvaByte for vLLM: Llama's layers with EVA attention and norms that scale by 1 + weight.
 
 Weights have the names of the published checkpoints. The target uses the first of eight lm_heads, which predicts the
-next byte; head h is rows [V h, V (h + 1)) of lm_head.weight. The others can start a draft head (docs/models.md).
+next byte; head h is rows [V h, V (h + 1)) of lm_head.weight. The others can start a draft head (docs/internals.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Real engines on Ray: the app as the README has it, Ray's own LLM library, and one model on two nodes."""
+"""Clusters with a test each: real engines of the README's app, of Ray's LLM library and of one model on two nodes; and
+with fake servers autoscaling and a node that dies.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -20,33 +24,29 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 
 from benchmarks.child_process import group
 from benchmarks.ray_demo import BIN, ENVIRONMENT, PAIRS, is_healthy, wait
-from tests.support import clusters
+from tests.support import clusters, forks
 from tests.support.engine import Call, Engine, run
 from tests.support.models import make_head, make_target
 from tests.support.requests import prompt
 from vllm_mtpc import demo
+from vllm_mtpc.batch import worker
+from vllm_mtpc.cli import main
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.server import Client, free_port
+from vllm_mtpc.ray_serve.deployments import build
+from vllm_mtpc.ray_serve.options import ServeOptions
 
 TARGET, HEAD = str(demo.path("target")), str(demo.path("btree"))
 SPECULATIVE = {"method": "mtpc", "model": HEAD}
-KEY = "sesame"
-GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+SAMPLING = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+GREEDY = {**SAMPLING, "return_token_ids": True}
 ASKED = [prompt(20, 3 * number) for number in range(6)]
 KEYS = {"dtype": "float32", "enforce_eager": True, "max_model_len": 320, "kv_cache_memory_bytes": 1 << 27}
-pytestmark = pytest.mark.slow
-
-
-def tokens_of(engines: dict[str, Engine], **environment: str) -> dict[str, list[Any]]:
-    """What the engines answer, by name."""
-    answers = run(engines, "v1", **environment)
-    assert not [one for one in answers.values() if isinstance(one, str)], answers
-    return answers
 
 
 def assert_greedy_text(answers: list[tuple[int, dict]]) -> None:
     """The answers to ASKED are those of plain vLLM."""
-    plain = tokens_of({"plain": Engine(TARGET, [Call(ASKED, [GREEDY] * len(ASKED))], KEYS)})["plain"]
+    plain = run({"plain": Engine(TARGET, [Call(ASKED, [SAMPLING] * len(ASKED))], KEYS)}, "v1")["plain"]
     assert [status for status, _ in answers] == [200] * len(ASKED), answers
     assert [body["choices"][0]["token_ids"] for _, body in answers] == [tokens for (tokens,) in plain[0].tokens]
 
@@ -61,20 +61,6 @@ def typed(root: Path) -> list[str]:
     return [str(BIN / "serve"), *(word.replace("replicas=2", "replicas=1") for word in named)]
 
 
-@pytest.fixture(scope="module")
-def client(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """Of the app, which has a key."""
-    log, port = tmp_path_factory.mktemp("serve") / "log", free_port()
-    with clusters.cluster(cpus=3) as nodes:
-        environment = {**os.environ, "RAY_ADDRESS": nodes.address, "VLLM_API_KEY": KEY}
-        start = [str(BIN / "serve"), "start", "--proxy-location", "HeadOnly", "--http-port", str(port)]
-        subprocess.run([*start, "--http-host", "127.0.0.1"], env=environment, check=True, capture_output=True)
-        with group([*typed(root), f"env={json.dumps(ENVIRONMENT)}", *PAIRS], log, environment) as process:
-            client = Client(port)
-            wait(lambda: is_healthy(client) and "is ready at" in log.read_text(), 600, process, log)
-            yield client
-
-
 def ask(client: Client, path: str, authorization: str | None, body: dict | None = None) -> tuple[int, dict]:
     headers = {"Content-Type": "application/json"} | ({"Authorization": authorization} if authorization else {})
     with contextlib.closing(HTTPConnection("127.0.0.1", client.port, timeout=120)) as connection:
@@ -83,18 +69,22 @@ def ask(client: Client, path: str, authorization: str | None, body: dict | None 
         return response.status, json.loads(response.read() or b"{}")
 
 
-@pytest.mark.parametrize("authorization", [None, KEY, f"Bearer {KEY}x", "Bearer", f"Basic {KEY}"])
-def test_request_without_key_is_refused(client: Client, authorization: str | None) -> None:
-    body = {"model": TARGET, "prompt": ASKED[0], **GREEDY}
-    for path, asked in (("/v1/models", None), ("/v1/completions", body)):
-        status, answer = ask(client, path, authorization, asked)
-        assert (status, "choices" in answer or "data" in answer) == (401, False)
-
-
-def test_request_with_key_gets_greedy_text_of_plain_vllm(client: Client) -> None:
-    bodies = [{"model": TARGET, "prompt": one, "return_token_ids": True, **GREEDY} for one in ASKED]
-    answers = [ask(client, "/v1/completions", f"Bearer {KEY}", body) for body in bodies]
-    assert client.acceptance().accepted_tokens > 0
+@pytest.mark.slow
+def test_serve_run_requires_its_key_and_returns_greedy_text_of_plain_vllm(root: Path, tmp_path: Path) -> None:
+    log, port, bodies = tmp_path / "log", free_port(), [{"model": TARGET, "prompt": one, **GREEDY} for one in ASKED]
+    with clusters.cluster(cpus=3) as nodes:
+        environment = {**os.environ, "RAY_ADDRESS": nodes.address, "VLLM_API_KEY": "sesame"}
+        start = [str(BIN / "serve"), "start", "--proxy-location", "HeadOnly", "--http-port", str(port)]
+        subprocess.run([*start, "--http-host", "127.0.0.1"], env=environment, check=True, capture_output=True)
+        with group([*typed(root), f"env={json.dumps(ENVIRONMENT)}", *PAIRS], log, environment) as process:
+            client = Client(port)
+            wait(lambda: is_healthy(client) and "is ready at" in log.read_text(), 600, process, log)
+            for key in (None, "sesame", "Bearer sesamex", "Bearer", "Basic sesame"):
+                for path, body in (("/v1/models", None), ("/v1/completions", bodies[0])):
+                    status, answer = ask(client, path, key, body)
+                    assert (status, "choices" in answer or "data" in answer) == (401, False), key
+            answers = [ask(client, "/v1/completions", "Bearer sesame", body) for body in bodies]
+            assert client.acceptance().accepted_tokens > 0
     assert_greedy_text(answers)
 
 
@@ -110,6 +100,7 @@ def accepted_tokens() -> int:
     return 0
 
 
+@pytest.mark.slow
 def test_ray_serve_llm_returns_greedy_text_of_plain_vllm() -> None:
     """`ray.serve.llm` as docs/ray.md has it: it gives a head to vLLM as it is."""
     from ray.serve.llm import LLMConfig, build_openai_app
@@ -124,12 +115,12 @@ def test_ray_serve_llm_returns_greedy_text_of_plain_vllm() -> None:
     assert arguments["speculative_config"] == SPECULATIVE
     assert arguments["distributed_executor_backend"] == "mp"  # on a CPU the executor is vLLM's own
     with clusters.serving(lambda: build_openai_app({"llm_configs": [config]}), cpus=4) as client:
-        more = {"model": "demo", "return_token_ids": True, **GREEDY}
-        answers = [clusters.ask(client, one, **more) for one in ASKED]
+        answers = [clusters.ask(client, one, model="demo", **GREEDY) for one in ASKED]
         wait(lambda: accepted_tokens() > 0, 60)  # they come a few seconds late
     assert_greedy_text(answers)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_over_two_nodes(tmp_path: Path) -> None:
     """vLLM's Ray executor. Each node has one "GPU", so the two workers, both with the plugin, cannot share one."""
     from tests.support.cpu_platform import install
@@ -149,8 +140,63 @@ def test_tensor_parallel_over_two_nodes(tmp_path: Path) -> None:
     on_ray = engine(**drafts, tensor_parallel_size=2, distributed_executor_backend="ray")
     environment = {"PYTHONPATH": path, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
     with clusters.cluster(2, gpus=1, **environment) as nodes:
-        two = tokens_of({"drafted": on_ray}, RAY_ADDRESS=nodes.address)["drafted"]
-    one = tokens_of({"plain": engine(), "drafted": engine(**drafts)})
+        forks._server.cache_clear()  # the next one imports vLLM with this PYTHONPATH
+        two = run({"drafted": on_ray}, "v1", RAY_ADDRESS=nodes.address)["drafted"]
+    forks._server.cache_clear()
+    one = run({"plain": engine(), "drafted": engine(**drafts)}, "v1")
     assert two[0].tokens == one["plain"][0].tokens
     assert two[1].tokens == one["drafted"][1].tokens  # seeded: both ranks drew the same drafts
     assert two[0].metrics["vllm:spec_decode_num_accepted_tokens"] > 0
+
+
+def replicas() -> int:
+    """Engines that run."""
+    from ray import serve
+
+    states = serve.status().applications["default"].deployments["Engine"].replica_states
+    return states.get("RUNNING", 0)
+
+
+@pytest.mark.slow
+def test_engines_scale_with_requests():
+    quick = {"upscale_delay_s": 0.5, "downscale_delay_s": 1, "look_back_period_s": 2, "metrics_interval_s": 0.5}
+    options = ServeOptions(model="m", max_replicas=2, target_ongoing_requests=2, autoscaling=quick, health_period_s=1)
+    with clusters.serving(lambda: build(options, clusters.FAKE), cpus=3) as client, ThreadPoolExecutor(12) as pool:
+        assert replicas() == 1
+        found, deadline = set(), time.monotonic() + 180
+        while len(found) < 2 and time.monotonic() < deadline:  # twelve at once, where two are an engine's share
+            answers = list(pool.map(lambda number: clusters.ask(client, f"n {number}", max_tokens=100), range(12)))
+            assert [status for status, _ in answers] == [200] * 12
+            found |= {body["process"] for _, body in answers}
+        assert len(found) == 2
+        while replicas() != 1:
+            assert time.monotonic() < deadline + 180
+            time.sleep(0.5)
+        assert clusters.ask(client, "abc")[0] == 200
+
+
+@pytest.mark.slow
+def test_node_that_dies_loses_no_line_of_a_batch_job(tmp_path, monkeypatch, capsys):
+    """60 lines of 0.3 s, two engines that take four at once; the second node is killed after the first parts."""
+    monkeypatch.setattr(worker, "PROGRAM", clusters.FAKE)
+    prompts, out = {f"n{number}": f"prompt {number}" for number in range(60)}, tmp_path / "out"
+    clusters.write_prompts(tmp_path / "in.jsonl", prompts)
+    with clusters.cluster(2, cpus=1) as nodes:
+
+        def kill() -> None:
+            while len(list(out.glob("part-*.jsonl"))) < 3:
+                time.sleep(0.05)
+            nodes.kill()
+
+        killer = threading.Thread(target=kill, daemon=True)
+        killer.start()
+        where = ["--input", str(tmp_path / "in.jsonl"), "--output", str(out), "--model", "m", "--replicas", "2"]
+        size = ["--part-lines", "4", "--in-flight", "4", "--body", '{"max_tokens": 30}']
+        assert main(["batch", *where, *size]) == 0
+        killer.join(timeout=1)
+        assert not killer.is_alive()
+    answers = clusters.answers_of(out)
+    texts = {name: clusters.text_of(answer) for name, answer in answers.items()}
+    assert texts == {name: prompt[::-1] for name, prompt in prompts.items()}
+    assert len({one["response"]["body"]["process"] for one in answers.values()}) >= 2  # both nodes have answered
+    assert "60 lines answered, 0 of them with an error" in capsys.readouterr().out
