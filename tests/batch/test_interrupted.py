@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import random
 import resource
@@ -12,13 +11,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.clusters import FAKE, cluster
+from tests.support.clusters import FAKE, answers_of, cluster, text_of, write_prompts
 
 PROMPTS = {f"n{number}": f"prompt {number} " + "long " * (3000 * (number % 20 == 19)) for number in range(60)}
 ANSWERS = {name: prompt[::-1] for name, prompt in PROMPTS.items()}
@@ -37,8 +36,7 @@ class Job:
 
     def __init__(self, folder: Path) -> None:
         self.input, self.output, self.log = folder / "in.jsonl", folder / "out", folder / "log"
-        lines = [json.dumps({"id": name, "prompt": prompt}) for name, prompt in PROMPTS.items()]
-        self.input.write_text("\n".join(lines))
+        write_prompts(self.input, PROMPTS)
 
     def start(self, *more: str, on_start: Callable[[], None] | None = None) -> subprocess.Popen[bytes]:
         where = ["--input", str(self.input), "--output", str(self.output), "--model", "m"]
@@ -47,21 +45,11 @@ class Job:
             command = [sys.executable, "-c", CODE, "batch", *where, *size, *more]
             return subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=on_start)
 
-    def bodies(self) -> dict[str, dict[str, Any]]:
-        """Responses of the parts, each of which is whole; no line has two."""
-        parts = [part.read_text() for part in self.output.glob("part-*.jsonl")]
-        assert all(part.endswith("\n") for part in parts)
-        lines = [json.loads(line) for part in parts for line in part.splitlines()]
-        bodies = {line["custom_id"]: line["response"]["body"] for line in lines}
-        assert len(bodies) == len(lines)
-        return bodies
+    def count(self) -> int:
+        return len(list(self.output.glob("part-*.jsonl")))
 
     def found(self) -> dict[str, str]:
-        return {name: body["choices"][0]["text"] for name, body in self.bodies().items()}
-
-    def wait_for(self, parts: int, child: subprocess.Popen[bytes]) -> None:
-        """Until so many parts are there; none: until the output folder is."""
-        wait(lambda: self.output.exists() and len(list(self.output.glob("part-*.jsonl"))) >= parts, self.log, child)
+        return {name: text_of(answer) for name, answer in answers_of(self.output).items()}
 
 
 def wait(is_so: Callable[[], bool], log: Path, child: subprocess.Popen[bytes] | None = None) -> None:
@@ -71,36 +59,26 @@ def wait(is_so: Callable[[], bool], log: Path, child: subprocess.Popen[bytes] | 
         time.sleep(0.01)
 
 
-@contextlib.contextmanager
-def nowhere() -> Iterator[tuple[str, ...]]:
-    yield ()
-
-
-@contextlib.contextmanager
-def on_ray() -> Iterator[tuple[str, ...]]:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
-    with cluster(cpus=2) as nodes:
-        yield ("--address", nodes.address)
-
-
-@pytest.mark.parametrize(
-    "place", [pytest.param(nowhere, id="here"), pytest.param(on_ray, id="on Ray", marks=pytest.mark.slow)]
-)
-def test_job_killed_at_any_moment_is_resumed(place: Callable, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_on_ray", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_job_killed_at_any_moment_is_resumed(is_on_ray: bool, tmp_path: Path) -> None:
     """What a killed job has written stays, and its servers end; at the end every line has one answer."""
+    if is_on_ray:
+        pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     job, chance, seen = Job(tmp_path), random.Random(0), [0]
     kept: dict[str, dict[str, Any]] = {}
-    with place() as where:
-        for new_parts in (0, 3, 1, 4):
+    with cluster(cpus=2) if is_on_ray else contextlib.nullcontext() as nodes:
+        where = ["--address", nodes.address] if nodes else []
+        for new_parts in (0, 3, 2):
             child = job.start(*where)
-            job.wait_for(len(list(job.output.glob("part-*.jsonl"))) + new_parts, child)
+            more = job.count() + new_parts
+            wait(lambda: job.output.exists() and job.count() >= more, job.log, child)  # noqa: B023
             time.sleep(chance.uniform(0, 0.2))
             child.send_signal(signal.SIGKILL)
             child.wait()
-            assert job.bodies().items() >= kept.items() and job.found().items() <= ANSWERS.items()
-            kept = job.bodies()
+            assert answers_of(job.output).items() >= kept.items() and job.found().items() <= ANSWERS.items()
+            kept = answers_of(job.output)
             seen.append(len(kept))
-            servers = {body["process"] for body in kept.values()}
+            servers = {answer["response"]["body"]["process"] for answer in kept.values()}
             wait(lambda: not any(Path(f"/proc/{server}").exists() for server in servers), job.log)  # noqa: B023
         assert job.start(*where).wait(PATIENCE_S) == 0, job.log.read_text()
     assert job.found() == ANSWERS

@@ -88,14 +88,15 @@ def answers(lines):
 
 @pytest.mark.parametrize("where", ["{tmp_path}/out", "memory://{name}"])
 def test_answered_lines_are_left_out_of_parts(tmp_path, request, input_, where):
-    output = Output(where.format(tmp_path=tmp_path, name=request.node.name.replace("/", "_")))
-    assert output.begin({"model": "m"}, input_) == set()
+    where = where.format(tmp_path=tmp_path, name=request.node.name.replace("/", "_"))
+    output = Output(where, {"model": "m"}, input_)
+    assert output.answered == set()
     parts = split_into_parts(input_.lines, set(), 4)
     assert [len(part) for part in parts.values()] == [4, 4, 2]
     name = list(parts)[1]
     output.write(name, answers(parts[name]))
     output.write(name, answers(parts[name]))  # twice is once
-    answered = output.begin({"model": "m"}, input_)
+    answered = Output(where, {"model": "m"}, input_).answered
     assert answered == {"4", "5", "6", "7"}
     left = [line.id for part in split_into_parts(input_.lines, answered, 4).values() for line in part]
     assert left == ["0", "1", "2", "3", "8", "9"]
@@ -103,8 +104,7 @@ def test_answered_lines_are_left_out_of_parts(tmp_path, request, input_, where):
 
 def test_parts_are_written_atomically(tmp_path, input_, monkeypatch):
     """A full disk while a part is written: refused in one line, and nothing of it is there."""
-    output = Output(str(tmp_path / "out"))
-    output.begin({}, input_)
+    output = Output(str(tmp_path / "out"), {}, input_)
 
     def full(descriptor):
         raise OSError(28, "No space left on device")
@@ -116,15 +116,14 @@ def test_parts_are_written_atomically(tmp_path, input_, monkeypatch):
 
 
 def test_answers_of_another_job_are_refused(tmp_path, input_):
-    path = str(tmp_path / "out")
-    Output(path).begin({"model": "m", "body": {}}, input_)
-    Output(path).begin({"model": "m", "body": {}}, input_._replace(lines=[]))  # its lines have ids
+    path, unnamed = str(tmp_path / "out"), str(tmp_path / "unnamed")
+    Output(path, {"model": "m", "body": {}}, input_)
+    Output(path, {"model": "m", "body": {}}, input_._replace(lines=[]))  # its lines have ids
     with pytest.raises(UsageError, match="holds answers of another job"):
-        Output(path).begin({"model": "other", "body": {}}, input_)
-    unnamed = str(tmp_path / "unnamed")
-    Output(unnamed).begin({}, input_._replace(sha256="a"))
+        Output(path, {"model": "other", "body": {}}, input_)
+    Output(unnamed, {}, input_._replace(sha256="a"))
     with pytest.raises(UsageError, match="an input that has changed"):
-        Output(unnamed).begin({}, input_._replace(sha256="b"))
+        Output(unnamed, {}, input_._replace(sha256="b"))
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="is a file; name a folder"):
-        Output(str(tmp_path / "file"))
+        Output(str(tmp_path / "file"), {}, input_)

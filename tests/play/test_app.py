@@ -50,17 +50,16 @@ class Server:
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    async def models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "m", "max_model_len": 512}]})
+    async def look(self, request: web.Request) -> web.Response:
+        if request.path == "/v1/models":
+            return web.json_response({"data": [{"id": "m", "max_model_len": 512}]})
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        lines = [f'{name}_total{{position="{k}"}} 1.0' for k in range(7)]
+        return web.Response(text="\n".join([f"# TYPE {name} counter", *lines, ""]))
 
     async def tokenize(self, request: web.Request) -> web.Response:
         assert await request.json() == {"model": "m", "messages": [{"role": "user", "content": "a"}]}
         return web.json_response({}, status=200 if self.template else 400)
-
-    async def metrics(self, request: web.Request) -> web.Response:
-        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
-        lines = [f'{name}_total{{position="{k}"}} 1.0' for k in range(7)]
-        return web.Response(text=f"# TYPE {name} counter\n" + "\n".join(lines) + "\n")
 
     async def swap(self, request: web.Request) -> web.Response:
         path = (await request.json())["path"]
@@ -71,9 +70,9 @@ class Server:
 
     def app(self) -> web.Application:
         app = web.Application()
-        app.add_routes([web.post("/v1/completions", self.complete), web.post("/v1/chat/completions", self.complete)])
-        app.add_routes([web.get("/v1/models", self.models), web.get("/metrics", self.metrics)])
-        app.add_routes([web.post("/mtpc/head", self.swap), web.post("/tokenize", self.tokenize)])
+        posts = {"/v1/completions": self.complete, "/v1/chat/completions": self.complete, "/tokenize": self.tokenize}
+        app.add_routes([web.post(path, handler) for path, handler in {**posts, "/mtpc/head": self.swap}.items()])
+        app.add_routes([web.get(path, self.look) for path in ("/v1/models", "/metrics")])
         return app
 
 

@@ -45,9 +45,8 @@ def run(args: argparse.Namespace) -> int:
     given = {name: value for name, value in typed(args, BatchOptions).items() if name != "engine"}
     options = validated(BatchOptions, {**given, "engine": dict(map(_pair, args.engine))}, EXAMPLE)
     read = lines.read(options.input, options.body)
-    output = lines.Output(options.output)
-    answered = output.begin({"model": options.model, "body": options.body}, read)
-    left = lines.split_into_parts(read.lines, answered, options.part_lines)
+    output = lines.Output(options.output, {"model": options.model, "body": options.body}, read)
+    left = lines.split_into_parts(read.lines, output.answered, options.part_lines)
     done = len(read.lines) - sum(map(len, left.values()))
     if done:
         print(f"{done:,} of {len(read.lines):,} lines are answered already", file=sys.stderr)

@@ -132,40 +132,36 @@ def _texts(path: str) -> Iterator[str]:
 
 
 class Output:
-    """The folder of parts."""
+    """The folder of parts of a job with these settings; `answered` has the ids in it.
 
-    def __init__(self, path: str) -> None:
+    Raises UsageError if the folder cannot be used, or has answers of another job.
+    """
+
+    def __init__(self, path: str, job: dict[str, Any], read: Input) -> None:
         import fsspec
 
-        try:
-            self._system, self._place = fsspec.url_to_fs(path)
-        except (ImportError, ValueError) as error:
-            raise UsageError(f"{path}: {error}") from None
-        self.path = path
-        if self._system.isfile(self._place):
-            raise UsageError(f"--output {path} is a file; name a folder: the answers come in parts")
-
-    def begin(self, job: dict[str, Any], read: Input) -> set[str]:
-        """Return the answered ids. Raises UsageError if the folder has answers of another job."""
+        self.path, self.answered, before = path, set[str](), None
         wanted = {**job, "input_sha256": read.sha256}
         try:
+            self._system, self._place = fsspec.url_to_fs(path)
+            if self._system.isfile(self._place):
+                raise OSError("is a file; name a folder: the answers come in parts")
             self._system.invalidate_cache()  # of listings of the folder
             self._system.makedirs(self._place, exist_ok=True)
-            if not self._system.exists(f"{self._place}/{JOB}"):
-                self.write(JOB, json.dumps(wanted, indent=1) + "\n")
-                return set()
-            before = json.loads(self._system.cat_file(f"{self._place}/{JOB}"))
-            answered = set()
-            for file in self._system.ls(self._place, detail=False):  # no glob: a folder's name may contain brackets
-                if re.fullmatch(r"part-.*\.jsonl", file.rsplit("/", 1)[-1]):
-                    with self._system.open(file, "rt", encoding="utf-8") as lines:
-                        answered |= {json.loads(line)["custom_id"] for line in lines}
-        except OSError as error:
-            raise UsageError(f"--output {self.path}: {error}") from None
+            if self._system.exists(f"{self._place}/{JOB}"):
+                before = json.loads(self._system.cat_file(f"{self._place}/{JOB}"))
+                files = self._system.ls(self._place, detail=False)  # no glob: a folder's name may contain brackets
+                for part in (file for file in files if re.fullmatch(r".*/part-[^/]*\.jsonl", file)):
+                    with self._system.open(part, "rt", encoding="utf-8") as lines:
+                        self.answered |= {json.loads(line)["custom_id"] for line in lines}
+        except (ImportError, OSError, ValueError) as error:
+            raise UsageError(f"--output {path}: {error}") from None
+        if before is None:
+            self.write(JOB, json.dumps(wanted, indent=1) + "\n")
+            return
         for key, there, _ in differing(before, wanted):
             what = "an input that has changed, or lines without ids" if key == "input_sha256" else f"{key} {there!r}"
-            raise UsageError(f"--output {self.path} holds answers of another job ({what}); name another folder")
-        return answered
+            raise UsageError(f"--output {path} holds answers of another job ({what}); name another folder")
 
     def write(self, name: str, text: str) -> None:
         """Write a part atomically: object stores do, and a local file is renamed when it is complete."""
