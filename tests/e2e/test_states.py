@@ -8,6 +8,7 @@ A draft that depended on anything but its text would differ from the definition,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,12 +19,14 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.support import backbones, forks
+from tests.support import backbones, drafters, forks
 from tests.support.engine import TWO_RANKS, Call, Engine, Reply, ask, build, run
 from tests.support.heads import fit_head
 from tests.support.models import make_target, random_layers
 from tests.support.pieces import LONGEST, PROMPTS, SMALL, VOCAB
+from tests.support.requests import ALL_DRAFTS
 from vllm_mtpc.checkpoint import load_head
+from vllm_mtpc.cli import main
 from vllm_mtpc.heads.adapters import DraftLayers
 from vllm_mtpc.hf import load_target
 from vllm_mtpc.kernels.draft import naive
@@ -41,20 +44,23 @@ BACKBONES: dict[str, dict[str, Any]] = {
     "hmm": {"token_rank": 4},
     "from anchor": {"circuit": "ff", "num_components": 1, "component_rank": 0, "sample_from_anchor": True},
 }
-CASES: dict[str, tuple[str, str, list[Call]]] = {  # head, injected change, calls
-    "hmm": ("hmm", "backbone", CALLS),
-    "from anchor": ("from anchor", "backbone", ALONE),
-    "in graphs": ("hmm", "backbone in graphs", CALLS[:1]),
-    "lora-2": ("lora-2", "layers", CALLS),
-    "backbone context one on": ("hmm", "backbone context one on", ALONE),
-    "layers stale trunk": ("lora-2", "layers stale trunk", ALONE),
+Case = tuple[str, str, list[Call], int]  # head, injected change, calls, compared drafts at least; 0: a fault
+CASES: dict[str, Case] = {
+    "hmm": ("hmm", "backbone", CALLS, 40),
+    "lora-2": ("lora-2", "layers", CALLS, 40),
+    "from anchor": ("from anchor", "backbone", ALONE, 4),
+    "in graphs": ("hmm", "backbone in graphs", CALLS[:1], 20),
+    "backbone context one on": ("hmm", "backbone context one on", ALONE, 0),
+    "layers stale trunk": ("lora-2", "layers stale trunk", ALONE, 0),
 }
-NIGHTLY: dict[str, tuple[str, str, list[Call]]] = {
-    "lora-1": ("lora-1", "layers", CALLS),
-    "lora-4": ("lora-4", "layers", CALLS),
-    **{name: ("hmm", name, ALONE) for name in ("backbone unread chunks", "backbone causal")},
-    **{name: ("lora-2", name, ALONE) for name in ("layers without adapters", "layers unread chunks")},
+NIGHTLY: dict[str, Case] = {
+    "lora-1": ("lora-1", "layers", CALLS, 40),
+    "lora-4": ("lora-4", "layers", CALLS, 40),
+    **{name: ("hmm", name, ALONE, 0) for name in ("backbone unread chunks", "backbone causal")},
+    **{name: ("lora-2", name, ALONE, 0) for name in ("layers without adapters", "layers unread chunks")},
 }
+if forks.ON_GPU:  # all draft in graphs
+    del CASES["in graphs"]
 Outputs = dict[str, list[Reply]]
 
 
@@ -80,7 +86,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def engine(folder: Path, head: str, injected: str | None, calls: list[Call]) -> Engine:
+def engine(folder: Path, head: str, injected: str | None, calls: list[Call], least: int = 0) -> Engine:
     spec: dict[str, Any] = {"num_speculative_tokens_per_batch_size": "off"}
     if head == "from anchor":
         spec["num_speculative_tokens"] = 2  # with fewer drafts than the window holds there are as many queries
@@ -88,50 +94,46 @@ def engine(folder: Path, head: str, injected: str | None, calls: list[Call]) -> 
     return build(folder, head, calls, injected, spec, **{**SMALL, "num_gpu_blocks_override": blocks})
 
 
-def serve(folder: Path, cases: dict[str, tuple[str, str, list[Call]]]) -> Outputs:
+def serve(folder: Path, cases: dict[str, Case]) -> Outputs:
     return run({name: engine(folder, *case) for name, case in cases.items()}, "v2")
 
 
 @pytest.fixture(scope="module")
 def outputs(place: Path) -> Outputs:
-    return serve(place, {name: case for name, case in CASES.items() if name != "in graphs" or not forks.ON_GPU})
+    return serve(place, CASES)
 
 
-class Reference:
-    """A head by its definition, on transformers: the states that it reads, and its greedy drafts, of whole texts."""
+def reference(head: Path, target: Path) -> Callable[[list[int], Tensor], tuple[Tensor, Tensor]]:
+    """A head by its definition, on transformers, of whole texts.
 
-    def __init__(self, head: Path, target: Path) -> None:
-        self.config, made = load_head(head)
-        self.target = backbones.Target(target, self.config.aux_hidden_state_layer_ids)
-        self.head = self.target.lend(made) if self.config.head == "backbone" else made
-        if self.config.lora_layers:
-            self.layers = DraftLayers.load(head, load_target(target, torch.float32))
+    Returns:
+        A function of a text and prefix[W]: the states [W, n or 1, D] that the head reads there, and its greedy drafts
+        [W, n - 1].
+    """
+    config, made = load_head(head)
+    if config.lora_layers:
+        layers = DraftLayers.load(head, load_target(target, torch.float32))
+    else:
+        reader = backbones.Target(target, config.aux_hidden_state_layer_ids)
+        reader.lend(made)
 
     @torch.no_grad()
-    def drafts(self, text: list[int], prefix: Tensor) -> tuple[Tensor, Tensor]:
-        """States [W, n or 1, D] and drafts [W, n - 1] after prefix[W]."""
+    def drafts(text: list[int], prefix: Tensor) -> tuple[Tensor, Tensor]:
         first = torch.tensor(text)[prefix]
-        if self.config.lora_layers:
-            read = self.layers.draft(self.layers.trunk(torch.tensor([text])))[0][prefix - 1]
+        if config.lora_layers:
+            read = layers.draft(layers.trunk(torch.tensor([text])))[0][prefix - 1]
         else:
-            read = backbones.states(self.head, self.target.aux(text), prefix - 1, first)
-        params = self.head.draft_params(read, first, self.config.window - 1)
-        drafts = naive.draft(self.head.circuit.program, *params, pick=lambda log_q, k: log_q.argmax(dim=-1))
-        return read if read.dim() == 3 else read[:, None], drafts
+            read = backbones.states(made, reader.aux(text), prefix - 1, first)
+        params = made.draft_params(read, first, config.window - 1)
+        found = naive.draft(made.circuit.program, *params, pick=lambda log_q, k: log_q.argmax(dim=-1))
+        return read if read.dim() == 3 else read[:, None], found
 
-
-def check_text(folder: Path, calls: list[Call], replies: list[Reply]) -> None:
-    """Every token of the answers is the target's likeliest one."""
-    target = backbones.Target(folder / "target", [])
-    for call, reply in zip(calls, replies, strict=True):
-        for prompt, (answer,), one in zip(call.prompts, reply.tokens, call.sampling, strict=True):
-            assert len(answer) == one["max_tokens"]
-            assert target.best(prompt + answer)[len(prompt) - 1 : -1] == answer
+    return drafts
 
 
 def check_drafts(folder: Path, head: str, calls: list[Call], replies: list[Reply]) -> int:
     """Compare what was noted with the definition's states and greedy drafts; returns the number of comparisons."""
-    reference = Reference(folder / head, folder / "target")
+    expected = reference(folder / head, folder / "target")
     pairs = [(call.prompts, reply.tokens) for call, reply in zip(calls, replies, strict=True)]
     texts = [prompt + answer[0] for some in pairs for prompt, answer in zip(*some, strict=True)]
     notes = [note for reply in replies for note in reply.recorded if "drafts" in note]
@@ -139,7 +141,7 @@ def check_drafts(folder: Path, head: str, calls: list[Call], replies: list[Reply
     for request, text in enumerate(texts):
         # the last step went beyond what was asked for
         mine = [note for note in notes if note["request"] == request and note["prefix"] < len(text)]
-        read, drafts = reference.drafts(text, torch.tensor([note["prefix"] for note in mine]))
+        read, drafts = expected(text, torch.tensor([note["prefix"] for note in mine]))
         for note, states, own in zip(mine, read, drafts, strict=True):
             if note["prefix"] + len(states) > LONGEST:
                 continue  # queries past the model's length are padding
@@ -150,59 +152,41 @@ def check_drafts(folder: Path, head: str, calls: list[Call], replies: list[Reply
     return compared
 
 
-def check(folder: Path, head: str, outputs: Outputs) -> None:
-    """All of CALLS: text, drafts, and that everything happened."""
-    check_text(folder, CALLS, outputs[head])
-    assert check_drafts(folder, head, CALLS, outputs[head]) > 40
-    last = outputs[head][-1]
-    assert 0.05 < last.accepted / last.drafted < 0.95  # acceptances and rejections alike
-    assert last.metrics["vllm:prefix_cache_hits"] > 0 and last.metrics["vllm:num_preemptions"] > 0
-
-
-def check_fault(folder: Path, outputs: Outputs, fault: str) -> None:
-    """Text is the target's whatever is drafted: only the comparison of drafts can tell."""
-    check_text(folder, ALONE, outputs[fault])
-    with pytest.raises(AssertionError):
-        check_drafts(folder, "hmm" if fault.startswith("backbone") else "lora-2", ALONE, outputs[fault])
+def check(folder: Path, case: Case, replies: list[Reply]) -> None:
+    """Every token of the answers is the target's likeliest one, whatever is drafted: drafts alone show a fault."""
+    head, injected, calls, least = case
+    target = backbones.Target(folder / "target", [])
+    for call, reply in zip(calls, replies, strict=True):
+        for prompt, (answer,), one in zip(call.prompts, reply.tokens, call.sampling, strict=True):
+            assert len(answer) == one["max_tokens"]
+            assert target.best(prompt + answer)[len(prompt) - 1 : -1] == answer
+    if not least:
+        with pytest.raises(AssertionError):
+            check_drafts(folder, head, calls, replies)
+        return
+    assert check_drafts(folder, head, calls, replies) > least
+    assert "in graphs" not in injected or sum(note.get("replayed", 0) for note in replies[0].recorded) > 10
+    if calls is CALLS:
+        last = replies[-1]
+        assert 0.05 < last.accepted / last.drafted < 0.95  # acceptances and rejections alike
+        assert last.metrics["vllm:prefix_cache_hits"] > 0 and last.metrics["vllm:num_preemptions"] > 0
 
 
 FEATURES = ("prefix caching", "chunked prefill", "preemption by recompute", "asynchronous scheduling")
 EXACT = [pytest.mark.feature(row, "exact", "mtpc on V2") for row in (*FEATURES, "max_model_len reached")]
 
 
-@pytest.mark.parametrize("head", [pytest.param("hmm", marks=EXACT), "lora-2"])
-def test_drafts_equal_the_definition_and_text_the_target(place: Path, outputs: Outputs, head: str) -> None:
-    check(place, head, outputs)
-
-
-@pytest.mark.parametrize(("case", "head", "least"), [("from anchor", "from anchor", 4), ("in graphs", "hmm", 20)])
-def test_drafts_of_fewer_queries_and_of_graphs_equal_the_definition(
-    place: Path, outputs: Outputs, case: str, head: str, least: int
-) -> None:
-    if case not in outputs:
-        pytest.skip("on a GPU the other tests draft in graphs")
-    calls, replies = CASES[case][2], outputs[case]
-    check_text(place, calls, replies)
-    assert check_drafts(place, head, calls, replies) > least
-    if case == "in graphs":
-        assert sum(note.get("replayed", 0) for note in replies[0].recorded) > 10
-
-
-@pytest.mark.parametrize("fault", ["backbone context one on", "layers stale trunk"])
-def test_fault_is_found(place: Path, outputs: Outputs, fault: str) -> None:
-    check_fault(place, outputs, fault)
+@pytest.mark.parametrize("name", [pytest.param("hmm", marks=EXACT), *list(CASES)[1:]])
+def test_drafts_equal_the_definition_and_faults_are_found(place: Path, outputs: Outputs, name: str) -> None:
+    check(place, CASES[name], outputs[name])
 
 
 @pytest.mark.slow
 def test_other_faults_are_found_and_one_and_four_layers_draft(place: Path) -> None:
     for count in (1, 4):
         make_layers(place, count)
-    more = serve(place, NIGHTLY)
-    for name in NIGHTLY:
-        if name.startswith("lora"):
-            check(place, name, more)
-        else:
-            check_fault(place, more, name)
+    for name, replies in serve(place, NIGHTLY).items():
+        check(place, NIGHTLY[name], replies)
 
 
 @pytest.mark.slow
@@ -225,12 +209,38 @@ def test_tensor_parallel_accepts_as_many_drafts(place: Path, outputs: Outputs, h
 def test_drafts_behind_layers_of_other_models_equal_the_definition(
     tmp_path: Path, model_type: str, settings: dict[str, Any]
 ) -> None:
-    config = make_target(tmp_path / "target", VOCAB, seed=3, layers=5).config.to_dict()
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
-    names += ("num_key_value_heads", "max_position_embeddings", "initializer_range", "bos_token_id", "eos_token_id")
-    same = {name: config[name] for name in names} | {"tie_word_embeddings": False}
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 5, "head_dim": 32}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "initializer_range": 0.15, **settings}
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **same, **settings))
-    model.save_pretrained(tmp_path / "target")
+    config = AutoConfig.for_model(model_type, **sizes, bos_token_id=None, eos_token_id=None, tie_word_embeddings=False)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "target")
     make_layers(tmp_path, 2)
-    check(tmp_path, "lora-2", serve(tmp_path, {"lora-2": CASES["lora-2"]}))
+    check(tmp_path, CASES["lora-2"], serve(tmp_path, {"lora-2": CASES["lora-2"]})["lora-2"])
+
+
+@pytest.mark.slow
+def test_drafts_of_converted_drafters_equal_those_of_vllm_speculators(tmp_path: Path) -> None:
+    """DFlash and DSpark. The drafts of both follow the checkpoint's formula (tests/support/drafters.py)."""
+    model, target = make_target(tmp_path / "target", VOCAB, seed=0, layers=4), tmp_path / "target"
+    wanted, every, calls = {}, {}, [ask(PROMPTS, 12)]
+    for layout in drafters.LAYOUTS:
+        kind, source, head = layout.split()[1], tmp_path / layout / "source", f"{layout}/head"
+        drafters.make(source, layout, model)
+        assert main(["convert", str(source), "--target", str(target), "--out", str(tmp_path / head)]) == 0
+        count = drafters.BLOCK - (kind == "dflash")
+        theirs = {"method": kind, "num_speculative_tokens": count}
+        every[f"{layout}, theirs"] = build(tmp_path, f"{layout}/source", calls, "note their drafts", theirs)
+        every[f"{layout}, ours"] = build(tmp_path, head, calls, "backbone", ALL_DRAFTS)
+        wanted[layout] = drafters.Reference(source, load_target(target).model, kind == "dspark"), count
+    replies = run(every, "v2", async_scheduling=False)
+    for layout, (formula, count) in wanted.items():
+        (theirs,), (ours,) = (replies[f"{layout}, {whose}"] for whose in ("theirs", "ours"))
+        assert theirs.tokens == ours.tokens
+        drafts = {(note["request"], note["prefix"]): note["drafts"].tolist() for note in ours.recorded}
+        assert len(theirs.recorded) > 12 and len({tuple(tokens) for tokens in drafts.values()}) > 6
+        for note in theirs.recorded:
+            request, prefix, tokens = note["request"], note["prefix"], note["drafts"].tolist()
+            text = PROMPTS[request] + theirs.tokens[request][0]
+            if prefix >= len(PROMPTS[request]):  # the whole prompt is read
+                assert drafts[request, prefix] == tokens
+                assert prefix >= len(text) or formula.greedy(text[:prefix], text[prefix], count) == tokens

@@ -1,6 +1,6 @@
 """Block verification keeps the target's distribution only with noise that no earlier step has read.
 
-The rule of vLLM's kernel in PyTorch, with noise hashed from (seed, position); `tests/e2e/test_block.py` runs it.
+The rule of vLLM's kernel in PyTorch, with noise hashed from (seed, position); `tests/e2e/test_seeds.py` runs it.
 """
 
 from __future__ import annotations
