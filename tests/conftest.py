@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import distribution_table, features, outcome
+from tests.support import features, outcome
 
 ROOT = Path(__file__).parents[1]
 
@@ -30,12 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--outcome", type=Path, metavar="FILE", help="keep what this run finds as JSON (tests/support/outcome.py)"
     )
-    parser.addoption(
-        "--distributions",
-        type=Path,
-        metavar="FILE",
-        help="keep measured distributions as JSON (tests/support/distribution_table.py)",
-    )
+    parser.addoption("--distributions", type=Path, metavar="FILE", help="keep measured distributions as JSON")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,8 +42,6 @@ def pytest_configure(config: pytest.Config) -> None:
     file = config.getoption("--outcome")
     if file and not hasattr(config, "workerinput"):
         config.pluginmanager.register(outcome.Outcome(file))
-    if (file := config.getoption("--distributions")) and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(distribution_table.Distributions(file))
 
 
 @pytest.hookimpl(trylast=True)  # when what is not selected is gone

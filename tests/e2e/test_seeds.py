@@ -43,14 +43,12 @@ def calls() -> dict[str, Call]:
 
 FAULTS = {"v1": ("noise of other tokens",), "v2": ("noise of the first row", "noise of drafts")}
 APART = {"v1": "drafts of their own v1", "v2": "drafts of their own"}
-
-
 SIZES = {"max_num_seqs": 12, "max_model_len": 240, "block_size": 32}
 
 
 @pytest.fixture(scope="module", params=RUNNERS)
 def outputs(request: pytest.FixtureRequest) -> dict[str, list[Reply]]:
-    """Outputs of plain vLLM, of the head, and of the injected faults to the few; and the runner's name."""
+    """Outputs of plain vLLM, of the head, and of the injected faults and block verification to the few."""
     runner = request.param
     if runner == "v1" and forks.ON_GPU:
         pytest.skip("V1 on a GPU draws noise of the vocabulary's size: a seed promises the distribution alone there")

@@ -1,13 +1,16 @@
-"""Distributions of whole engines against enumeration, on either model runner: what is asked, and how far the answers
-are.
+"""Distributions of whole engines against enumeration: what is asked, and how far the answers are.
 
 A target of three tokens has 729 texts of six, whose probabilities are written down. A case is one engine: a head, the
-kinds of request that it is asked together, an injected fault, options. All cases are asked and counted by the same few
-lines.
+kinds of request that it is asked together, an injected fault, options. The table of benchmarks/RESULTS.md:
+
+    pytest tests/e2e/test_distribution.py --distributions=benchmarks/results/distribution-v2.json
+    python -m tests.support.distribution_cases --write benchmarks/RESULTS.md
 """
 
 from __future__ import annotations
 
+import json
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,8 +32,10 @@ from tests.support.distributions import (
     total_variation,
 )
 from tests.support.engine import Engine, build, run
-from tests.support.models import make_head, make_ptp_head, make_target, make_tokenizer, sample_target
+from tests.support.features import write_page
+from tests.support.models import make_head, make_ptp_head, sample_target
 from tests.support.requests import ALL_DRAFTS
+from vllm_mtpc.engine import provenance
 
 VOCAB, LENGTH, PROMPT, WINDOW = 3, 6, [0, 1], 4
 CIRCUITS = {"ff": 1, "cp": 3, "hmm": 3, "btree": 3}  # their components
@@ -40,6 +45,9 @@ OPTIONS["loud tokens"] = {"token_rank": 2, "token_scale": 10.0}
 PTP = ("o-ptp", "c-ptp", "late")
 CUT = {**ALL_DRAFTS, "min_acceptance": 0.3}  # V1: drafts less likely to be of use are cut, by acceptance as observed
 BATCH = 1024  # V2: chosen; a step that runs all instances of a launch at once costs about the same for fewer
+PAGE = Path(__file__).parents[2] / "benchmarks" / "RESULTS.md"
+KEPT = PAGE.parent / "results" / "distribution-v2.json"
+BEGIN, END = "<!-- distributions: written by tests/support/distribution_cases.py -->\n", "<!-- /distributions -->\n"
 PAIR = slice(1, 4)  # the tokens of two answers that are looked at together: of a step's drafts, and after
 
 
@@ -100,27 +108,6 @@ def _cases() -> dict[str, Case]:
 CASES = _cases()
 
 
-@dataclass(frozen=True)
-class Row:
-    """One kind of request: total variation, and the largest that exact draws show by chance."""
-
-    setting: str
-    draws: int
-    distance: float
-    floor: float
-
-    @property
-    def is_kept(self) -> bool:
-        return self.distance <= self.floor
-
-
-def make_models(folder: Path) -> LlamaForCausalLM:
-    """The target; its heads are made when a case needs them."""
-    target = make_target(folder / "target", VOCAB, seed=1, hidden_size=32)
-    make_tokenizer(folder / "target", VOCAB)
-    return target
-
-
 def _make(folder: Path, target: LlamaForCausalLM, head: str) -> None:
     if (folder / head).exists():
         return
@@ -151,63 +138,76 @@ def _at_once(case: Case) -> int:
     return AT_ONCE if case.together == 1 else 4 if case.is_one_request else 1
 
 
-@dataclass(frozen=True)
-class Measured:
-    """rows: by kind of request. acceptance: drafts accepted, by those made; None without drafts."""
+def measure(folder: Path, target: LlamaForCausalLM, name: str, count: int, length: int = LENGTH) -> dict[str, Any]:
+    """Measure `count` answers, or pairs of them, to each kind of request of a case: their first `length` tokens.
 
-    name: str
-    case: Case
-    rows: list[Row]
-    acceptance: float | None
-    seconds: float
-
-    def verdict(self, row: Row) -> str:
-        """A distribution is kept or broken, a fault is found or missed."""
-        return ("missed" if row.is_kept else "found") if self.case.is_fault else ("kept" if row.is_kept else "broken")
-
-    def check(self) -> None:
-        for row in self.rows:
-            print(f"{self.name}: {row}: {self.verdict(row)}")
-        assert self.acceptance or not self.case.head, "no draft was accepted: the head is not tested"
-        wrong = [row for row in self.rows if row.is_kept == self.case.is_fault]
-        assert not wrong, wrong
-
-    def as_json(self) -> dict[str, Any]:
-        rows = [{**vars(row), "verdict": self.verdict(row)} for row in self.rows]
-        return {"case": self.name, "acceptance": self.acceptance, "seconds": round(self.seconds), "rows": rows}
-
-
-def measure(folder: Path, target: LlamaForCausalLM, name: str, count: int, length: int = LENGTH) -> Measured:
-    """`count` answers, or pairs of them, to each kind of request of a case: their first `length` tokens.
-
-    Raises where the engine does.
+    Returns:
+        The case, the share of drafts that were accepted (None without drafts), and a row for each kind of request: its
+        total variation, the largest that exact draws show by chance, and the verdict: a distribution is kept or broken,
+        a fault is found or missed.
     """
     start, case = time.monotonic(), CASES[name]
     made = engine(folder, target, case, count * case.together, length if case.together == 1 else LENGTH)
     (reply,) = run({"one": made}, case.runner, async_scheduling=False, timeout=20_000)["one"]
     draws = draws_by_kind(reply, len(case.settings), _at_once(case))
     distributions = [exact_distribution(target, PROMPT, LENGTH, SETTINGS[name]) for name in case.settings]
-    if case.together > 1:
-        draws = [_together(texts) for texts in draws]
+    if case.together > 1:  # tokens of answers that ran at once, side by side; each answer is looked at once
+        pairs = [zip(texts[::2], texts[1::2], strict=True) for texts in draws]
+        draws = [[[*one[PAIR], *other[PAIR]] for one, other in texts] for texts in pairs]
         distributions = [_independent(distribution) for distribution in distributions]
     else:
         draws = [[text[:length] for text in texts] for texts in draws]
         distributions = [of_the_first(distribution, length, VOCAB) for distribution in distributions]
-    rows = [
-        Row(kind, len(texts), total_variation(texts, distribution, VOCAB), noise_floor(distribution, len(texts)))
-        for kind, texts, distribution in zip(case.settings, draws, distributions, strict=True)
-    ]
+    rows = []
+    for kind, texts, exact in zip(case.settings, draws, distributions, strict=True):
+        distance, floor = total_variation(texts, exact, VOCAB), noise_floor(exact, len(texts))
+        is_kept = distance <= floor
+        verdict = ("missed" if is_kept else "found") if case.is_fault else ("kept" if is_kept else "broken")
+        rows.append({"setting": kind, "draws": len(texts), "distance": distance, "floor": floor, "verdict": verdict})
     acceptance = round(reply.accepted / reply.drafted, 3) if reply.drafted else None
-    return Measured(name, case, rows, acceptance, time.monotonic() - start)
+    measured = {"case": name, "acceptance": acceptance, "seconds": round(time.monotonic() - start), "rows": rows}
+    print(measured)
+    assert acceptance or not case.head, "no draft was accepted: the head is not tested"
+    assert {row["verdict"] for row in rows} <= {"kept", "found"}, measured
+    return measured
 
 
-def _together(texts: list[list[int]]) -> list[list[int]]:
-    """Tokens of answers that ran at once, side by side; each answer is looked at once."""
-    pairs = zip(texts[::2], texts[1::2], strict=True)
-    return [[*one[PAIR], *other[PAIR]] for one, other in pairs]
+def keep(measured: dict[str, Any], file: Path) -> None:
+    """Write it to `file`, in the place of what was measured of the case before."""
+    kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"cases": {}}
+    kept["cases"][measured["case"]] = {**measured, **provenance.collect()}
+    file.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _independent(distribution: np.ndarray) -> np.ndarray:
     shape = (VOCAB**PAIR.start, VOCAB ** (PAIR.stop - PAIR.start), -1)
     of_one = distribution.reshape(shape).sum(axis=(0, 2))
     return np.outer(of_one, of_one).ravel()
+
+
+def table() -> str:
+    """One line for each case of V2, of the request whose distance is largest by its floor (of a fault: smallest)."""
+    lines = ["| setting | drafts accepted | kinds x draws | TV | floor | of | verdict |", "|---" * 7 + "|"]
+    kept = json.loads(KEPT.read_text(encoding="utf-8"))
+    for name in (name for name, case in CASES.items() if case.runner != "v1"):
+        case = kept["cases"].get(name)
+        if case is None:
+            lines.append(f"| {name} | | | | | | not run yet |")
+            continue
+        by_share = sorted(case["rows"], key=lambda row: row["distance"] / row["floor"] if row["floor"] else 0)
+        row = by_share[0 if name.startswith("fault") else -1]
+        verdicts = ", ".join(sorted({row["verdict"] for row in case["rows"]}))
+        accepted = "" if case["acceptance"] is None else f"{case['acceptance']:.0%}"
+        asked, found = f"{len(case['rows'])} x {row['draws']:,}", f"{row['distance']:.4f} | {row['floor']:.4f}"
+        lines.append(f"| {name} | {accepted} | {asked} | {found} | {row['setting']} | {verdicts} |")
+    return "\n".join([*lines, ""])
+
+
+def page() -> str:
+    """Return the text of benchmarks/RESULTS.md with a new table."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    return before + BEGIN + "\n" + table() + "\n" + END + rest.partition(END)[2]
+
+
+if __name__ == "__main__":
+    write_page(sys.argv[1:], page)
