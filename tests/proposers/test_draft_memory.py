@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -40,12 +41,12 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made_heads(tmp_path_factory.mktemp("memory"), VOCAB, HEADS)
 
 
-def allocate(settings: dict[str, Setting]) -> dict[str, Any]:
-    """In a fork, by case: bytes of weights and buffers, predicted bytes, rows of every product of the profile run."""
-    return {name: _allocate(setting) for name, setting in settings.items()}
+def allocate_all(settings: dict[str, Setting]) -> dict[str, Any]:
+    return {name: allocate(setting) for name, setting in settings.items()}
 
 
-def _allocate(setting: Setting) -> dict[str, Any]:
+def allocate(setting: Setting) -> dict[str, Any]:
+    """In a fork: bytes of weights and buffers, predicted bytes, rows of every product of the profile run."""
     with speculator(setting) as made:
         head, drafter = made.model, made.drafter
         named = [*head.named_parameters(), *head.named_buffers()]
@@ -53,21 +54,14 @@ def _allocate(setting: Setting) -> dict[str, Any]:
         parts = [part for part in (*own, vars(drafter) if drafter else ()) if not isinstance(part, torch.nn.Module)]
         tensors = [part for part in tree_leaves(parts) if isinstance(part, torch.Tensor)]
         config = made.speculative_config.head
-        chunks: list[tuple[int, int]] = []
-        draft_params = head.draft_params
-
-        def record(hidden: Any, first: Any, num_drafts: int) -> Any:
-            chunks.append((len(hidden), num_drafts))
-            return draft_params(hidden, first, num_drafts)
-
-        head.draft_params = record
-        made.propose(**batch(made, BATCH), dummy_run=True, is_profile=True)
+        with mock.patch.object(head, "draft_params", wraps=head.draft_params) as calls:
+            made.propose(**batch(made, BATCH), dummy_run=True, is_profile=True)
         return {
             # "kept" names the same memory again, for vLLM's sleep
             "weights": sum(part.nbytes for name, part in named if not name.startswith("kept")),
             "buffers": sum(part.nbytes for part in tensors),
             "predicted": draft_memory(config, made.drafts_by_batch, DRAFTS, made.dtype, 1, "cpu"),
-            "chunks": chunks,
+            "chunks": [(len(call.args[0]), call.args[2]) for call in calls.call_args_list],
         }
 
 
@@ -78,7 +72,7 @@ def found(places: dict[str, Path]) -> dict[str, Any]:
         for name, place in places.items()
         for case, (schedule, size) in CASES.items()
     }
-    return forks.call("v2", "tests.proposers.test_draft_memory:allocate", settings)
+    return forks.call("v2", "tests.proposers.test_draft_memory:allocate_all", settings)
 
 
 def test_memory_equals_the_prediction(found: dict[str, Any]) -> None:

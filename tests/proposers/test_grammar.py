@@ -12,12 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from tests.support import forks
 from tests.support.speculators import Setting, batch, made_heads, speculator
 from vllm_mtpc.proposers.heads import grammar_masks as module
 from vllm_mtpc.proposers.heads.grammar_masks import Follower, Grammars, Masks
+from vllm_mtpc.proposers.patches.patch import derived
+from vllm_mtpc.proposers.patches.scheduler import HeadScheduler
 from vllm_mtpc.proposers.v1.proposer import set_one_hot
+from vllm_mtpc.proposers.v2.structured_requests import StructuredRequests
+from vllm_mtpc.proposers.v2.verification import Verifier
 
 VOCAB, REQUESTS, DRAFTS = 40, 5, 3
 OUTPUT = [10, 11, 12, 13, 14, 15]  # a Counting that has read them allows tokens from 6 on
@@ -176,10 +182,6 @@ def test_grammar_masks_once_every_rank_has_compiled_it(monkeypatch: pytest.Monke
 
 
 def test_v2_verifies_the_first_forbidden_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
-
-    from vllm_mtpc.proposers.v2.verification import Verifier
-
     verifier, probabilities = object.__new__(Verifier), torch.zeros(1, 2, 3)
     monkeypatch.setattr(RejectionSampler, "__call__", lambda self, logits, batch, draft_logits, invalid: invalid)
     #                      a request's rows: its token, then its drafts
@@ -191,33 +193,26 @@ def test_v2_verifies_the_first_forbidden_draft(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_scheduler_keeps_the_first_forbidden_draft_on_v2() -> None:
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    from vllm_mtpc.proposers.patches.patch import derived
-    from vllm_mtpc.proposers.patches.scheduler import HeadScheduler
-
     class Silent(Scheduler):
         def update_draft_token_ids(self, draft_token_ids: Any) -> None: ...
 
-    def request(**more: Any) -> Any:
-        given = {"use_structured_output": True, "is_prefill_chunk": False, "spec_token_ids": [1, 2]} | more
-        return SimpleNamespace(is_finished=lambda: False, **given)
-
-    def run(verifies_forbidden: bool) -> dict[str, list[int]]:
-        requests = {
-            "pruned": request(),
-            "whole": request(spec_token_ids=[1, 2, 3]),
-            "free": request(use_structured_output=False),
-            "prompt": request(is_prefill_chunk=True, spec_token_ids=[]),
-        }
+    fields = {"use_structured_output": True, "is_prefill_chunk": False, "spec_token_ids": [1, 2]}
+    kinds: dict[str, dict[str, Any]] = {
+        "pruned": {},
+        "whole": {"spec_token_ids": [1, 2, 3]},
+        "free": {"use_structured_output": False},
+        "prompt": {"is_prefill_chunk": True, "spec_token_ids": []},
+    }
+    drafts = SimpleNamespace(req_ids=[*kinds, "gone"], draft_token_ids=[[1, 2, 3]] * 5)
+    for verifies_forbidden, kept in ((True, [1, 2, -1]), (False, [1, 2])):
         scheduler = object.__new__(derived(HeadScheduler, Silent))
-        scheduler.requests, scheduler.verifies_forbidden = requests, verifies_forbidden
-        scheduler.update_draft_token_ids(SimpleNamespace(req_ids=[*requests, "gone"], draft_token_ids=[[1, 2, 3]] * 5))
-        return {name: one.spec_token_ids for name, one in requests.items()}
-
-    untouched = {"pruned": [1, 2], "whole": [1, 2, 3], "free": [1, 2], "prompt": []}
-    assert run(True) == untouched | {"pruned": [1, 2, -1]}
-    assert run(False) == untouched
+        scheduler.verifies_forbidden = verifies_forbidden
+        scheduler.requests = {
+            name: SimpleNamespace(is_finished=lambda: False, **fields | more) for name, more in kinds.items()
+        }
+        scheduler.update_draft_token_ids(drafts)
+        found = {name: one.spec_token_ids for name, one in scheduler.requests.items()}
+        assert found == {"pruned": kept, "whole": [1, 2, 3], "free": [1, 2], "prompt": []}
 
 
 def states(outputs: dict[str, list[int]], slots: dict[str, int], num_slots: int, prompt_len: int = 2) -> Any:
@@ -237,8 +232,6 @@ def new(name: str, output: list[int], structured: bool = True) -> Any:
 
 def followed(kept: Any, compiled: Any = Counting) -> Any:
     """The structured requests of a worker, with grammars that `compiled` returns."""
-    from vllm_mtpc.proposers.v2.structured_requests import StructuredRequests
-
     made = StructuredRequests(config(), kept)
     compiling(made.grammars, compiled)
     return made

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support import forks
-from tests.support.configs import engine_config, write_head
-from tests.support.models import make_ptp_head, make_target
+from tests.support.configs import engine_config
 from vllm_mtpc.checkpoint import load_head, save_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads import build_head, linear
@@ -33,26 +32,12 @@ CPU = torch.device("cpu")
 CUDA = {f"is_{name}": lambda: False for name in ("rocm", "cpu", "tpu", "xpu", "out_of_tree")}
 FIRST = torch.tensor([6, 0, 3])
 HEADS: dict[str, dict[str, Any]] = {
-    "linear": {"method": "mtpc"},
+    "head": {"method": "mtpc"},
     "shared": {"method": "mtpc"},
-    "draft layers": {"method": "mtpc"},
+    "layered": {"method": "mtpc"},
     "o-ptp": {"method": "ptp", "draft_pass": "two-pass"},
     "late": {"method": "ptp", "draft_pass": "merged"},
 }
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("load")
-    target = make_target(folder / "target", vocab_size=32, seed=0)
-    sizes = target.config.to_dict()
-    torch.manual_seed(2)
-    write_head(folder / "linear", sizes)
-    write_head(folder / "shared", sizes, head="shared")
-    write_head(folder / "draft layers", sizes, circuit="cp", window=3, num_components=2, lora_layers=1)
-    make_ptp_head(folder / "o-ptp", target, "o-ptp", 4)
-    make_ptp_head(folder / "late", target, "late", 4, late_width=3)
-    return folder
 
 
 @contextmanager
@@ -143,7 +128,7 @@ def test_large_unembeddings_are_divided_over_ranks(tmp_path: Path, monkeypatch, 
     assert len(seen) == 1, "small ones are replicated"
 
 
-def methods(place: Path) -> dict[str, Any]:
+def methods(made: Path) -> dict[str, Any]:
     """In a fork: the methods that CustomOps of the target and of a student for CUDA run, by class; priorities."""
     from vllm.model_executor import custom_op
 
@@ -156,9 +141,9 @@ def methods(place: Path) -> dict[str, Any]:
     from vllm_mtpc.proposers.v2.ptp.tree import Writes, build_student
 
     compiled = {"mode": 3, "backend": "inductor", "custom_ops": ["none"]}
-    config = engine_config(place / "target", None, compilation_config=compiled)
+    config = engine_config(made / "target", None, compilation_config=compiled)
     with worker_target(config) as target:
-        lora = load_ptp(place / "o-ptp", torch.float32, CPU).lora
+        lora = load_ptp(made / "o-ptp", torch.float32, CPU).lora
         with mock.patch.object(custom_op, "current_platform", SimpleNamespace(**CUDA)):
             student = build_student(target, lora, 1.0, Gate(), Writes())
     found = {"target": _methods(target), "student": _methods(student)}
@@ -189,8 +174,8 @@ def _methods(module: torch.nn.Module) -> dict[str, set[str]]:
     return found
 
 
-def test_copies_of_compiled_modules_run_kernels(place: Path) -> None:
-    found = forks.call("v2", "tests.proposers.test_load:methods", place)
+def test_copies_of_compiled_modules_run_kernels(made: Path) -> None:
+    found = forks.call("v2", "tests.proposers.test_load:methods", made)
     for whose, method in (("target", "forward_native"), ("student", "forward_cuda")):
         assert found[whose] == {kind: {method} for kind in ("RMSNorm", "SiluAndMul", "RotaryEmbedding")}, whose
     assert found["shared"] and found["own"]
@@ -227,6 +212,6 @@ def _tensors() -> dict[int, Tensor]:
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_head_is_kept_after_sleep(place: Path, name: str) -> None:
-    count, changed = forks.call("v2", "tests.proposers.test_load:lost", place, name)
+def test_head_is_kept_after_sleep(made: Path, name: str) -> None:
+    count, changed = forks.call("v2", "tests.proposers.test_load:lost", made, name)
     assert count > 3 and changed == []

@@ -95,11 +95,9 @@ def lengths_v1(original: Any, self: Any, *args: Any, **more: Any) -> Any:
 
 
 @wrapping
-def lengths_v2(
-    original: Any, self: Any, input_batch: Any, *args: Any, num_speculative_tokens: int | None = None, **more: Any
-) -> Any:
-    RECORDED.append((input_batch.num_reqs, num_speculative_tokens))
-    return original(self, input_batch, *args, num_speculative_tokens=num_speculative_tokens, **more)
+def lengths_v2(original: Any, self: Any, input_batch: Any, *args: Any, **given: Any) -> Any:
+    RECORDED.append((input_batch.num_reqs, given.get("num_speculative_tokens")))
+    return original(self, input_batch, *args, **given)
 
 
 def noted_seeds(module: str) -> Callable[[Any], Any]:
