@@ -2,7 +2,8 @@
 
 A matcher of each grammar, compiled by vLLM's own backend, reads the emitted tokens. While drafts are sampled it masks
 log q(x_k | x_<k), accepts the sampled draft, and is rolled back after the last one. The rejection sampler receives the
-masked distribution.
+masked distribution. On Model Runner V2 the whole batch is drafted first, in one launch; then the host reads the emitted
+tokens of structured requests, and `MtpcSpeculator._generate_masked_draft` drafts for them again with the same noise.
 
 vLLM prunes drafts from the first forbidden one and takes the token there from the target, which biases the output: the
 token must come from max(p - q, 0). A masked draft is never pruned. Where drafts are not masked (`mask_drafts`, a
@@ -20,12 +21,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group, model_parallel_is_initialized
 from vllm.sampling_params import SamplingParams
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 from vllm.v1.structured_output.request import StructuredOutputRequest
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_mtpc.kernels.draft.naive import Pick
 from vllm_mtpc.proposers.config.switches import logger
@@ -62,7 +66,10 @@ class Masks:
             for row in open_rows:
                 self.rows[row].grammar.fill_bitmask(self.bitmask, row)
             if open_rows and self.bitmask is not None:
-                forbidden = _is_zero(self.bitmask[open_rows].to(log_q.device), log_q.shape[1])
+                bits, vocab_size = self.bitmask[open_rows].to(log_q.device), log_q.shape[1]
+                forbidden = bits[:, :, None] & (1 << torch.arange(32, dtype=torch.int32, device=bits.device)) == 0
+                forbidden = forbidden.flatten(1)[:, :vocab_size]  # the bits of further tokens are missing
+                forbidden = functional.pad(forbidden, (0, vocab_size - forbidden.shape[1]), value=True)
                 own = log_q[open_rows].masked_fill_(forbidden, -torch.inf)
                 log_q[open_rows] = own.log_softmax(dim=-1)
             drafts = pick(log_q, k)
@@ -95,13 +102,6 @@ class HeadStructuredOutputManager(StructuredOutputManager):
         return grammar
 
 
-def _is_zero(bits: Tensor, vocab_size: int) -> Tensor:
-    """Return [S, V] bool, true for zero and missing bits of [S, W] int32; PyTorch alone, nothing is compiled."""
-    each = 1 << torch.arange(32, dtype=torch.int32, device=bits.device)
-    is_zero = (bits[:, :, None] & each == 0).flatten(1)[:, :vocab_size]
-    return torch.nn.functional.pad(is_zero, (0, vocab_size - is_zero.shape[1]), value=True)
-
-
 class Grammars:
     """The grammars of all running structured requests."""
 
@@ -123,11 +123,9 @@ class Grammars:
                 self.starter.submit(self._compile, name, params, request)
 
     def masks(self, requests: dict[str, Any], request_ids: list[str], sampled_token_ids: list[list[int]]) -> Masks:
-        """Return the masks of one step.
+        """Return the masks of one step; sampled_token_ids: of the batch, [] for an unfinished prompt.
 
-        Args:
-            requests: all running requests by id, with `sampling_params` and `output_token_ids`.
-            request_ids, sampled_token_ids: of the batch; [] for an unfinished prompt.
+        requests: all running requests by id, with `sampling_params` and `output_token_ids`.
         """
         self.followers = {name: kept for name, kept in self.followers.items() if name in requests}
         rows = [row for row, name in enumerate(request_ids) if sampled_token_ids[row] and name in self.followers]
@@ -141,10 +139,10 @@ class Grammars:
             follower.read(request_ids[row], requests[request_ids[row]].output_token_ids)
             if follower.grammar is None:
                 masks.unmasked.append(row)
-                continue
-            masks.rows[row] = follower
-            if follower.grammar.is_terminated():
-                masks.lengths[row] = 0
+            else:
+                masks.rows[row] = follower
+                if follower.grammar.is_terminated():
+                    masks.lengths[row] = 0
         return masks
 
     def _collect_compiled(self, followers: list[Follower]) -> None:
@@ -171,3 +169,48 @@ class Grammars:
         except Exception as error:
             logger.warning("Drafts of structured requests are not masked with their grammar: %s", error)
             request.grammar = error
+
+
+@dataclass
+class Structured:
+    sampling_params: SamplingParams
+    prompt_len: int
+    output_token_ids: list[int]  # that the host has read
+
+
+class StructuredRequests:
+    """The structured requests of a worker on Model Runner V2."""
+
+    def __init__(self, vllm_config: VllmConfig, states: RequestState) -> None:
+        self.grammars = Grammars(vllm_config, is_masking=True)
+        self.states = states
+        self.requests: dict[str, Structured] = {}
+
+    def add(self, scheduled_new_reqs: list[Any]) -> None:
+        """Register new requests that vLLM's states hold; a preempted one returns with the output that it has kept."""
+        self.requests = {name: kept for name, kept in self.requests.items() if name in self.states.req_id_to_index}
+        for new in scheduled_new_reqs:
+            self.requests.pop(new.req_id, None)
+            self.grammars.start(new.req_id, new.sampling_params)
+            if StructuredOutputRequest.from_sampling_params(new.sampling_params) is not None:
+                output = new.prefill_token_ids[new.prompt_len :]
+                self.requests[new.req_id] = Structured(new.sampling_params, new.prompt_len, output)
+
+    def rows(self, input_batch: InputBatch) -> list[int]:
+        return [row for row, name in enumerate(input_batch.req_ids) if name in self.requests] if self.requests else []
+
+    def masks(self, req_ids: list[str], slots: Tensor, num_sampled: Tensor) -> Masks:
+        """Return the masks of S structured requests in slots [S] with num_sampled [S] tokens; waits for the device."""
+        lengths = self.states.total_len.gpu[slots]
+        counts = torch.stack([lengths, num_sampled.to(lengths.dtype)], dim=1).tolist()
+        requests = [self.requests[name] for name in req_ids]
+        unread = [
+            length - request.prompt_len - len(request.output_token_ids)
+            for request, (length, _) in zip(requests, counts, strict=True)
+        ]
+        if (width := max(unread)) > 0:
+            last = lengths[:, None] - torch.arange(width, 0, -1, device=lengths.device)
+            tokens = self.states.all_token_ids.gpu[slots[:, None], last.clamp(min=0).long()].tolist()
+            for request, count, row in zip(requests, unread, tokens, strict=True):
+                request.output_token_ids += row[width - count :] if count else []
+        return self.grammars.masks(self.requests, req_ids, [[0] * sampled for _, sampled in counts])

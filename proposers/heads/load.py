@@ -47,7 +47,6 @@ def load_served_head(
     """Load the head of a folder; raises on every rank if loading fails on one.
 
     Args:
-        folder, device: of the head.
         dtype, head_dtype: of its weights; `dtype` where head_dtype is "auto".
         target_model, target_dtype: vLLM's model, whose lm_head some heads use, and the dtype of its states.
         num_drafts: the most drafts per step; None: all of the window.
@@ -101,10 +100,7 @@ def _gather(own: Tensor) -> Tensor:
 def _own_columns(
     target_model: nn.Module, target_dtype: torch.dtype, config: HeadConfig
 ) -> tuple[Callable[[Tensor], Tensor], Shard] | None:
-    """Return a function for this rank's columns of vLLM's `compute_logits`, as `compute_logits_local` of few models.
-
-    None if `compute_logits` does more than call a LogitsProcessor once, which one call of it shows.
-    """
+    """Return a function for this rank's columns of vLLM's `compute_logits`; None if it is not one LogitsProcessor."""
     calls: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
 
     def note(processor: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

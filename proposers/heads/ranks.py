@@ -32,10 +32,10 @@ def succeed_together(call: Callable[[], Made]) -> Made:
         error = raised
     lines: list[str | None] = [None] * group.world_size
     torch.distributed.all_gather_object(lines, error and reason(error), group=group.cpu_group)
-    if error is None and (failed := [f"on rank {rank}: {line}" for rank, line in enumerate(lines) if line]):
-        error = RuntimeError(failed[0])
     if error is not None:
         raise error
+    if failed := next((f"on rank {rank}: {line}" for rank, line in enumerate(lines) if line), None):
+        raise RuntimeError(failed)
     return cast(Made, made)
 
 

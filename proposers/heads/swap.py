@@ -27,11 +27,7 @@ OTHER_FIELDS = {"speculators_config", "speculators_version", "format_version", "
 
 
 def swap(runner: Any, path: str) -> dict[str, Any]:
-    """Serve the head in folder `path` from the next step on; return its folder, method and main sizes.
-
-    Raises:
-        ServeConfigError: the head does not fit; the old one remains.
-    """
+    """Serve the head in folder `path`, return its folder, method and main sizes; ServeConfigError: it does not fit."""
     spec, commit = runner.vllm_config.speculative_config, None
     drafter = runner.speculator if runner.vllm_config.use_v2_model_runner else runner.drafter
 
@@ -39,7 +35,10 @@ def swap(runner: Any, path: str) -> dict[str, Any]:
         if not os.path.exists(os.path.expanduser(path)) and HUB_NAME.fullmatch(path):
             download = f"vllm_mtpc.checkpoint.resolve_head({path!r}) downloads a head from the hub"
             raise CheckpointError(f"no head at {path}: the folder does not exist; {download} and returns its folder")
-        made = _configure_like(spec, path)
+        keys = (name for name in spec.user_keys if name not in ("model", "revision", KEY))
+        given = {name: getattr(spec, name) for name in keys} | {"model": path, KEY: "off"}
+        targets = {name: getattr(spec, name) for name in ("target_model_config", "target_parallel_config")}
+        made = type(spec).create(**given, **targets)
         if drafter is not None:
             _check_swap(spec, made, drafter)
         return made
@@ -68,30 +67,16 @@ def copy_tensors(old: nn.Module, new: nn.Module) -> None:
             tensor.copy_(sources[name])
 
 
-def _configure_like(spec: Any, path: str) -> Any:
-    keys = (name for name in spec.user_keys if name not in ("model", "revision", KEY))
-    given = {name: getattr(spec, name) for name in keys} | {"model": path, KEY: "off"}
-    targets = {"target_model_config": spec.target_model_config, "target_parallel_config": spec.target_parallel_config}
-    return type(spec).create(**given, **targets)
-
-
 def _check_swap(spec: Any, made: Any, drafter: Any) -> None:
     if getattr(drafter, "is_idle", False):
         raise ServeConfigError("the head that the target bundles has failed, nothing drafts here; restart the server")
     if spec.has_backbone or made.has_backbone:
-        raise ServeConfigError(
-            "heads with a backbone keep keys and values of the text, which another one cannot read; allowed are heads "
-            "without; restart the server"
-        )
+        raise ServeConfigError("another backbone cannot read the kept keys and values of the text; restart the server")
     if spec.aux_layers != made.aux_layers:
-        raise ServeConfigError(
-            f"the served head has draft layers that read {spec.aux_layers or 'none'} of the target's layers, this one "
-            f"{made.aux_layers or 'none'}; allowed are equal ones; restart the server"
-        )
+        own, its = spec.aux_layers or "none", made.aux_layers or "none"
+        raise ServeConfigError(f"draft layers: the served head reads layers {own}, this one {its}; restart the server")
     own, its = (one.head.model_dump(exclude=OTHER_FIELDS | {"transformer_layer_config"}) for one in (spec, made))
     name = next((name for name in own if own[name] != its.get(name)), None)
     if name and getattr(drafter, "keeps_shapes", False):
-        raise ServeConfigError(
-            f"it has {name}={its.get(name)!r}, the served head {own.get(name)!r}, for which memory and CUDA graphs "
-            "were made; allowed are heads of equal shape here; restart the server"
-        )
+        reason = "for which memory and CUDA graphs were made; allowed are heads of equal shape here; restart"
+        raise ServeConfigError(f"it has {name}={its.get(name)!r}, the served head {own.get(name)!r}, {reason}")

@@ -1,7 +1,4 @@
-"""The vLLM integration: patches (`vllm_patches.py`) and subclasses of vLLM's classes (`scheduler.py`, `worker.py`).
-
-docs/internals.md lists every replaced attribute.
-"""
+"""The vLLM integration: patches (`vllm_patches.py`) and subclasses of vLLM's classes (`scheduler.py`, `worker.py`)."""
 
 from __future__ import annotations
 
@@ -11,6 +8,4 @@ def install() -> None:
     from vllm_mtpc.proposers.config.switches import SWAP, is_on
     from vllm_mtpc.proposers.patches import patch, vllm_patches
 
-    patch.apply(*vllm_patches.EVERY_PROCESS)
-    if is_on(SWAP, "0"):
-        patch.apply(*vllm_patches.WITH_HEAD_SWAP)
+    patch.apply(*vllm_patches.EVERY_PROCESS, *(vllm_patches.WITH_HEAD_SWAP if is_on(SWAP, "0") else ()))

@@ -1,7 +1,7 @@
 """`POST /mtpc/head {"path": ...}` of `vllm serve`: serve another head from the next step on (heads/swap.py).
 
-For administrators: a caller chooses files that the server reads. The endpoint exists if MTPC_ALLOW_HEAD_SWAP=1, and
-requires the server's API key, which vLLM itself checks for /v1 alone.
+For administrators: a caller chooses files that the server reads. It requires the server's API key, which vLLM itself
+checks for /v1 alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Patches of vLLM's attributes, and classes derived from vLLM's; both are checked against the installed vLLM.
 
-A module that is not imported yet is patched right after its import: applying a patch imports nothing.
-
 A class of ours (`HeadWorker`) derives from the base class of vLLM's (`Worker`). The class that vLLM chooses depends on
 the device and the user (`CPUWorker`): `derived` combines the two when it is known.
 """
@@ -47,12 +45,11 @@ class Patch:
         return f"{self.module}:{self.attribute}"
 
     def replace(self, original: Any) -> Any:
-        function = self.function
         if self.needs is None:
-            return function(original)
+            return self.function(original)
         if "." not in self.attribute:  # of a module: called at every step, and partial is faster
-            return functools.update_wrapper(functools.partial(function, original), original)
-        return functools.wraps(original)(lambda *args, **kwargs: function(original, *args, **kwargs))
+            return functools.update_wrapper(functools.partial(self.function, original), original)
+        return functools.wraps(original)(lambda *args, **kwargs: self.function(original, *args, **kwargs))
 
 
 def patch(
@@ -91,10 +88,8 @@ def refuse_moved(moved: list[str] | None = None) -> None:
     if moved := problems if moved is None else moved:
         from vllm_mtpc.errors import ServeConfigError
 
-        raise ServeConfigError(
-            f"vLLM {versions.vllm_version()} has moved what vllm_mtpc hooks: {'; '.join(moved)}; "
-            f"tested with vLLM {', '.join(versions.TESTED)}: install one of these"
-        )
+        found = f"vLLM {versions.vllm_version()} has moved what vllm_mtpc hooks: {'; '.join(moved)}"
+        raise ServeConfigError(f"{found}; tested with vLLM {', '.join(versions.TESTED)}: install one of these")
 
 
 @functools.cache

@@ -98,17 +98,14 @@ class HeadScheduler(Scheduler):
         if pruned is None or not self.log_stats:
             return outputs
         if self.drafts_asked:
-            pruned = self._count_unasked(scheduler_output, pruned)
+            most, made = self.num_spec_tokens, scheduler_output.num_spec_tokens_to_schedule
+            names = scheduler_output.num_scheduled_tokens
+            asked = [self.drafts_asked[name] for name in names if name in self.drafts_asked]
+            unmade = pruned.get("schedule", 0) + sum(max(0, one - made) - (most - made) for one in asked)
+            pruned = pruned | {"schedule": unmade, "request": sum(most - one for one in asked)}
         steps = sum(len(tokens) > 0 for tokens in model_runner_output.sampled_token_ids)
         if stats := next((sent.scheduler_stats for sent in outputs.values() if sent.scheduler_stats), None):
             if stats.spec_decoding_stats is None:  # a step that verified nothing
                 stats.spec_decoding_stats = SpecDecodingStats.new(self.num_spec_tokens)
             append_counts(stats.spec_decoding_stats, {"steps": steps, **pruned, **counts})
         return outputs
-
-    def _count_unasked(self, scheduler_output: Any, pruned: dict[str, int]) -> dict[str, int]:
-        most, made = self.num_spec_tokens, scheduler_output.num_spec_tokens_to_schedule
-        names = scheduler_output.num_scheduled_tokens
-        asked = [self.drafts_asked[name] for name in names if name in self.drafts_asked]
-        counted = sum(max(0, one - made) - (most - made) for one in asked)
-        return pruned | {"schedule": pruned.get("schedule", 0) + counted, "request": sum(most - one for one in asked)}

@@ -1,25 +1,30 @@
 """Every attribute of vLLM that is replaced: one function each, listed by process at the end of this file.
 
-A function is called in place of the attribute: its first argument is the original, the others are those of the call. If
-the attribute is a class or a property, the function receives it and returns its replacement. All other additions are
-subclasses of vLLM's classes, which the configuration of an engine with a head names (`scheduler.py`, `worker.py`).
+A function is called with the original and the arguments of the call; a class or a property is replaced by its result.
+A target with a head in its `mtpc/` folder is served with it if the user does not configure speculative decoding. If the
+head cannot be served, the target is served without drafts, with one warning.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_mtpc import METHODS
-from vllm_mtpc.proposers.config.switches import AUTO, logger, warn
-from vllm_mtpc.proposers.patches import engine_args
-from vllm_mtpc.proposers.patches.patch import Patch, applied, apply, patch
+from vllm_mtpc.families import FAMILIES
+from vllm_mtpc.proposers.config import versions
+from vllm_mtpc.proposers.config.switches import AUTO, is_on, logger, warn
+from vllm_mtpc.proposers.patches.patch import Patch, applied, apply, patch, refuse_moved
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 ARG_UTILS, CONFIG, LOGGERS = "vllm.engine.arg_utils", "vllm.config.vllm", "vllm.v1.metrics.loggers"
+MARK = "_mtpc_auto"  # attribute of EngineArgs: the bundled head in use, or None after it was refused
 
 
 @patch(ARG_UTILS, "EngineArgs.add_cli_args", needs=("parser",))
@@ -36,9 +41,13 @@ def add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
 def maybe_override_with_speculators(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Serve `vllm serve HEAD_FOLDER`: check the head first; its target may be a folder, relative to the head's."""
     folder = Path(kwargs.get("model", args[0] if args else ""))
-    if not engine_args.is_head(folder):
+    if not is_head(folder):
         model, tokenizer, speculative_config = original(*args, **kwargs)
-        engine_args.check_downloaded(str(folder), kwargs.get("revision"), model, speculative_config)
+        if model != str(folder) and (speculative_config or {}).get("method") in METHODS:
+            from vllm_mtpc.checkpoint import resolve_head, resolve_verifier
+
+            # raises for a head on the hub that names its target by a path on this machine
+            resolve_verifier(resolve_head(str(folder), kwargs.get("revision")), model)
         return model, tokenizer, speculative_config
     from vllm_mtpc.checkpoint import read_config, resolve_verifier
 
@@ -53,19 +62,31 @@ def create_speculative_config(original: Callable[..., Any], self: Any, *args: An
     """Build our config class for our methods, and for a head that the target bundles."""
     method = (self.speculative_config or {}).get("method") or getattr(self, "spec_method", None)
     if method in METHODS:
-        made = engine_args.create_config(self, original, *args, **kwargs)
+        made = create_config(self, original, *args, **kwargs)
         logger.info("%r; vLLM attributes replaced: %s", made, ", ".join(sorted(applied)))
         return made
-    head = engine_args.find_bundled_head(self, args[0] if args else kwargs.get("target_model_config"))
+    head = find_bundled_head(self, args[0] if args else kwargs.get("target_model_config"))
     if head is None:
         return original(self, *args, **kwargs)
-    return engine_args.create_bundled(self, head, lambda: engine_args.create_config(self, original, *args, **kwargs))
+    from vllm_mtpc.checkpoint.locate import head_method
+
+    self.speculative_config = {"method": head_method(head) or "mtpc", "model": str(head)}
+    try:
+        made = create_config(self, original, *args, **kwargs)
+        made.is_bundled = True
+    except Exception as error:
+        warn(head, error)
+        return None
+    finally:
+        self.speculative_config = None  # as the user gave it
+    setattr(self, MARK, head)
+    return made
 
 
 @patch(ARG_UTILS, "EngineArgs.create_engine_config", needs=("self",))
 def create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Check the engine, and name our worker and scheduler."""
-    vars(self).pop(engine_args.MARK, None)  # of another configuration made from these arguments
+    vars(self).pop(MARK, None)  # of another configuration made from these arguments
     given = dict(vars(self))  # vLLM sets defaults in place
     try:
         vllm_config = original(self, *args, **kwargs)
@@ -84,13 +105,12 @@ def create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **
                 logger.info(text, spec.model_folder, spec, AUTO)
         return vllm_config
     except Exception as error:
-        head = getattr(self, engine_args.MARK, None)
+        head = getattr(self, MARK, None)
         if head is None:
-            if engine_args.is_vllm_command():
-                engine_args.print_errors_in_one_line()
+            print_errors_in_one_line()
             raise
         vars(self).update(given)
-        setattr(self, engine_args.MARK, None)  # without the head from now on
+        setattr(self, MARK, None)  # without the head from now on
         vllm_config = original(self, *args, **kwargs)  # raises if the error is not the head's
         warn(head, error)
         return vllm_config
@@ -128,10 +148,7 @@ def maybe_disable_dynamic_sd_for_v1(original: Callable[..., Any], self: Any) -> 
     needs=("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to"),
 )
 def expand_batch_to_tokens(original: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Fill float outputs on a CPU, where vLLM's kernel fills a copy and V1 samples with uninitialised temperatures.
-
-    utils/cpu_triton_utils.py:_expand_kernel_impl (vLLM 0.31 to 0.33) converts float32 and int32 outputs to int64.
-    """
+    """Fill float outputs on a CPU, where vLLM's kernel fills a copy and V1 samples with uninitialised temperatures."""
     return (expand if x.is_cpu else original)(x, *args, **kwargs)
 
 
@@ -158,7 +175,7 @@ def validate_spec_decode(original: Callable[..., None], self: Any, speculative_c
 @patch(LOGGERS, "SpecDecodingLogging")
 def spec_decoding_logging(original: type) -> type:
     """Log tokens/step over all steps, once a minute."""
-    from vllm_mtpc.proposers.patches.metrics import logging_class
+    from vllm_mtpc.proposers.heads.counts import logging_class
 
     return logging_class(original)
 
@@ -166,7 +183,7 @@ def spec_decoding_logging(original: type) -> type:
 @patch(LOGGERS, "PrometheusStatLogger._spec_decoding_cls")
 def spec_decoding_prom(original: type) -> type:
     """Count steps and pruned drafts in /metrics."""
-    from vllm_mtpc.proposers.patches.metrics import prometheus_class
+    from vllm_mtpc.proposers.heads.counts import prometheus_class
 
     return prometheus_class(original)
 
@@ -182,6 +199,98 @@ def attach_endpoint_plugins(original: Callable[..., None], app: Any, supported_t
     app.state.endpoint_plugins = [*app.state.endpoint_plugins, ours]
 
 
+@patch("vllm.v1.worker.gpu.model_runner", "init_speculator", needs=("vllm_config", "device"))
+def init_speculator(original: Callable[..., Any], vllm_config: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
+    """Build our speculator; vLLM's factory has a closed list. Applied in a worker of Model Runner V2."""
+    if vllm_config.speculative_config.method not in METHODS:
+        return original(vllm_config, device, *args, **kwargs)
+    from vllm_mtpc.proposers.v2.model_runner_v2 import build_speculator
+
+    return build_speculator(vllm_config, device)
+
+
+def create_config(engine_args: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return our config for the user's options; vLLM's `create_speculative_config` merges flags and options."""
+    from vllm.engine import arg_utils
+
+    from vllm_mtpc.proposers.config.engine_checks import check_adaptive_verification
+
+    refuse_moved()
+    if warning := versions.untested_warning():
+        logger.warning(warning)
+    theirs = arg_utils.SpeculativeConfig
+    arg_utils.SpeculativeConfig = lambda **given: FAMILIES[given["method"]].serving.create(**given)
+    try:
+        made = original(engine_args, *args, **kwargs)
+    finally:
+        arg_utils.SpeculativeConfig = theirs
+    if made.enable_adaptive_verification:
+        check_adaptive_verification(engine_args)
+    return made
+
+
+def find_bundled_head(engine_args: Any, target: Any) -> Path | None:
+    """Return the head that `target` (a ModelConfig) bundles, unless the user has configured speculative decoding."""
+    flags = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
+    is_chosen = any(getattr(engine_args, flag, None) is not None for flag in flags) or not is_on(AUTO, "1")
+    if is_chosen or getattr(engine_args, MARK, True) is None or target is None or target.runner_type != "generate":
+        return None
+    folder = find_folder(target.model, target.revision)
+    if folder is None or not os.path.isdir(folder / "mtpc"):
+        return None
+    from vllm_mtpc.checkpoint.locate import bundled_heads
+
+    try:
+        return next(iter(bundled_heads(folder)), None)
+    except OSError as error:
+        warn(folder / "mtpc", error)
+        return None
+
+
+def is_head(folder: Path) -> bool:
+    """Return whether a folder is a head; other folders cost one look at `config.json` and no import."""
+    try:
+        with (folder / "config.json").open("rb") as file:
+            if b'"speculators_model_type"' not in file.read(1 << 20):
+                return False
+    except OSError:
+        return False
+    from vllm_mtpc.checkpoint import locate
+
+    return locate.is_head(folder)
+
+
+def find_folder(model: str, revision: str | None) -> Path | None:
+    """Return a target's folder, or its snapshot in the hub's cache; None if it is not on this machine."""
+    if os.path.isdir(model):
+        return Path(model)
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        config = try_to_load_from_cache(model, "config.json", revision=revision)
+    except ValueError:  # a file, or an address of cloud storage
+        return None
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def print_errors_in_one_line() -> None:
+    """Print an MtpcError that ends a process of `vllm ...` or `python -m vllm...` as one line, without a traceback."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if Path(sys.argv[0]).stem != "vllm" and getattr(spec, "name", "").partition(".")[0] != "vllm":
+        return  # a script that uses vLLM
+    from vllm_mtpc.errors import MtpcError
+
+    original = sys.excepthook
+
+    def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, MtpcError):
+            print(f"vllm: error: {error}", file=sys.stderr)
+        else:
+            original(kind, error, trace)
+
+    sys.excepthook = excepthook
+
+
 EVERY_PROCESS: tuple[Patch, ...] = (
     add_cli_args,
     maybe_override_with_speculators,
@@ -192,5 +301,5 @@ EVERY_PROCESS: tuple[Patch, ...] = (
     maybe_disable_dynamic_sd_for_v1,
     expand_batch_to_tokens,
 )
-WITH_HEAD: tuple[Patch, ...] = (validate_spec_decode, spec_decoding_logging, spec_decoding_prom)
+WITH_HEAD: tuple[Patch, ...] = (validate_spec_decode, spec_decoding_logging, spec_decoding_prom, init_speculator)
 WITH_HEAD_SWAP: tuple[Patch, ...] = (attach_endpoint_plugins,)

@@ -7,7 +7,8 @@ from typing import Any
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_mtpc.proposers.patches.patch import derived, refuse_moved
+from vllm_mtpc.proposers.patches.patch import apply, derived, refuse_moved
+from vllm_mtpc.proposers.patches.vllm_patches import init_speculator
 
 
 def __getattr__(name: str) -> Any:
@@ -23,21 +24,22 @@ class HeadWorker(Worker):
     def init_device(self) -> None:
         refuse_moved()
         if self.use_v2_model_runner:
-            from vllm_mtpc.proposers.v2.model_runner_v2 import HeadModelRunner, our_speculator
+            from vllm_mtpc.proposers.v2.model_runner_v2 import HeadModelRunner
 
-            with our_speculator():
-                super().init_device()
+            apply(init_speculator)
+            refuse_moved()
+            super().init_device()
         else:
             from vllm_mtpc.proposers.v1.model_runner_v1 import HeadModelRunner
 
             spec = self.vllm_config.speculative_config
-            own, proposer = (spec.method, spec.model), "BundledProposer" if spec.is_bundled else "MtpcProposer"
+            method, model, proposer = spec.method, spec.model, "BundledProposer" if spec.is_bundled else "MtpcProposer"
             # past the validation of assignments: "custom_class" is none of our methods
             vars(spec).update(method="custom_class", model=f"vllm_mtpc.proposers.v1.proposer.{proposer}")
             try:
                 super().init_device()
             finally:
-                vars(spec).update(method=own[0], model=own[1])
+                vars(spec).update(method=method, model=model)
         runner = self.model_runner
         runner.__class__ = derived(HeadModelRunner, runner.__class__)
         runner.begin()

@@ -17,6 +17,7 @@ The context is written in steps without drafts too. CUDA graphs hold both, the c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,22 +26,20 @@ from torch import Tensor, nn
 from transformers import Qwen3Config
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.compilation import CompilationMode, CUDAGraphMode
-from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3DecoderLayer, DFlashQwen3Model
 from vllm.model_executor.models.utils import AutoWeightsLoader
+from vllm.triton_utils import triton
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
-from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads.base import Head
 from vllm_mtpc.proposers.v2.gather import place_query_rows
-from vllm_mtpc.proposers.v2.shared_modules import eager_priorities, replace_attributes
-from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
+from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator, TargetPass, replace_attributes
 
 NAME = "mtpc.backbone.layers"  # in front of a layer's number among the target's
 
@@ -101,23 +100,6 @@ class ServedBackbone(nn.Module):
         return self.norm(states, residual)[0]
 
 
-def load_backbone(weights: Mapping[str, Tensor], vllm_config: VllmConfig, device: torch.device) -> ServedBackbone:
-    """Build the backbone of a head with these tensors; it runs eagerly, with the device's kernels."""
-    compilation = replace_attributes(vllm_config.compilation_config, mode=CompilationMode.NONE, custom_ops=["all"])
-    eager = replace_attributes(with_non_causal(vllm_config), compilation_config=compilation)
-    with set_current_vllm_config(eager), set_default_torch_dtype(vllm_config.model_config.dtype), device:
-        backbone = ServedBackbone(vllm_config.speculative_config.head, eager)
-        backbone.load_weights(weights)
-        process_weights_after_loading(backbone, vllm_config.model_config, device)
-    return backbone
-
-
-def with_non_causal(vllm_config: VllmConfig) -> VllmConfig:
-    """Return the config for which vLLM chooses a backend with attention to later positions."""
-    attention = replace_attributes(vllm_config.attention_config, use_non_causal=True)
-    return replace_attributes(vllm_config, attention_config=attention)
-
-
 class BackboneSpeculator(MtpcSpeculator):
     """Drafts of a head that reads the states of a backbone's queries."""
 
@@ -132,18 +114,24 @@ class BackboneSpeculator(MtpcSpeculator):
         self.row_positions, self.row_slots = torch.zeros(num_rows, **whole), torch.zeros(0, num_rows, **whole)
         self.ends = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         self.starts = torch.arange(self.max_num_reqs + 1, dtype=torch.int32, device=device) * self.num_queries
-        self.metadata: dict[str, Any] | None = None  # of the queries' pass; None: there are no caches yet
-        self.priorities = eager_priorities(vllm_config)
-        parallel = replace_attributes(vllm_config.parallel_config, data_parallel_size=1)  # no wait for other engines
-        self.pass_config = replace_attributes(vllm_config, parallel_config=parallel)
 
     @property
     def attn_vllm_config(self) -> VllmConfig:
-        return with_non_causal(self.vllm_config)
+        """The config for which vLLM chooses a backend with attention to later positions."""
+        attention = replace_attributes(self.vllm_config.attention_config, use_non_causal=True)
+        return replace_attributes(self.vllm_config, attention_config=attention)
 
     def _load_head(self, target_model: nn.Module, folder: str) -> Head:
         head = super()._load_head(target_model, folder)
-        head.backbone = load_backbone(head.backbone.state_dict(), self.vllm_config, self.device)
+        # the backbone runs eagerly, with the device's kernels
+        compilation = replace_attributes(
+            self.vllm_config.compilation_config, mode=CompilationMode.NONE, custom_ops=["all"]
+        )
+        eager, weights = replace_attributes(self.attn_vllm_config, compilation_config=compilation), head.backbone
+        with set_current_vllm_config(eager), set_default_torch_dtype(self.dtype), self.device:
+            head.backbone = ServedBackbone(self.speculative_config.head, eager)
+            head.backbone.load_weights(weights.state_dict())
+            process_weights_after_loading(head.backbone, self.vllm_config.model_config, self.device)
         head.bind_embedding(target_model.embed_input_ids)
         target_model.set_aux_hidden_state_layers(tuple(self.speculative_config.aux_layers))
         return head
@@ -167,7 +155,7 @@ class BackboneSpeculator(MtpcSpeculator):
         draft, num_rows = super()._prepare_capture(num_reqs, num_drafts), self._max_graph_rows(num_reqs)
         self.block_tables.slot_mappings.fill_(PAD_SLOT_ID)  # nothing is written
         upper = torch.full((num_reqs,), self.max_model_len, dtype=torch.int32)
-        self._prepare_queries(num_reqs, upper, for_capture=True)
+        self._prepare_queries(upper, for_capture=True)
 
         def run() -> None:
             self._write_context(0, num_rows)
@@ -178,65 +166,54 @@ class BackboneSpeculator(MtpcSpeculator):
     def _max_graph_rows(self, num_reqs: int) -> int:
         return min(num_reqs * (1 + self.num_speculative_steps), self.max_num_tokens)
 
-    @torch.inference_mode()
-    def propose(
-        self,
-        input_batch: InputBatch,
-        attn_metadata: dict[str, Any] | None,
-        slot_mappings: dict[str, Tensor] | None,
-        last_hidden_states: Tensor,
-        aux_hidden_states: list[Tensor],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Write the context of aux_hidden_states, each [T, D], and draft as `MtpcSpeculator.propose` does."""
-        self.unwritten = input_batch.num_tokens
-        aux = torch.cat([states[: self.unwritten] for states in aux_hidden_states], dim=-1)
+    def _read_states(self, done: TargetPass) -> Tensor:
+        """Compute the context from the auxiliary states."""
+        self.unwritten = done.batch.num_tokens
+        aux = torch.cat([states[: self.unwritten] for states in done.aux_states], dim=-1)
         torch.mm(aux, self.model.backbone.fc.weight.T, out=self.context[: self.unwritten])
-        drafts = super().propose(input_batch, attn_metadata, slot_mappings, last_hidden_states, None, *args, **kwargs)
-        if attn_metadata is not None:
-            self._write_context(0, self.unwritten)
-        return drafts
+        return done.states
+
+    def _finish_step(self) -> None:
+        self._write_context(0, self.unwritten)
 
     def _prepare_inputs(self, input_batch: InputBatch, last_hidden_states: Tensor, graph: Any) -> None:
         num_reqs = input_batch.num_reqs
         upper = (input_batch.seq_lens_cpu_upper_bound[:num_reqs] + self.num_queries).clamp(max=self.max_model_len)
         if graph is not None:
             upper = F.pad(upper, (0, graph.num_reqs - num_reqs), value=self.num_queries)
-        self._prepare_queries(len(upper), upper)
+        self._prepare_queries(upper)
         self._write_context(0 if graph is None else self._max_graph_rows(graph.num_reqs), self.unwritten)
         self.unwritten = 0
 
-    def _prepare_queries(self, num_reqs: int, upper: Tensor, for_capture: bool = False) -> None:
+    def _prepare_queries(self, upper: Tensor, for_capture: bool = False) -> None:
         """Set the inputs of the queries' pass; upper: [R], on the host, bounds on the length of each request."""
-        tables, num_rows = self.block_tables, num_reqs * self.num_queries
+        tables, num_reqs = self.block_tables, len(upper)
+        num_rows = num_reqs * self.num_queries
         for group in set(self.group_of):
-            place_query_rows(
-                self.idx_mapping[:num_reqs],
-                self.last_rows,
-                self.target_input_buffers.positions,
-                tables.input_block_tables[group],
-                tables.block_sizes[group],
-                self.max_model_len,
-                self.num_queries,
-                self.row_positions,
-                self.row_slots[group],
-                self.ends,
+            place_query_rows[(num_reqs,)](
+                slot_ptr=self.idx_mapping,
+                row_ptr=self.last_rows,
+                read_ptr=self.target_input_buffers.positions,
+                table_ptr=tables.input_block_tables[group],
+                table_stride=tables.input_block_tables[group].stride(0),
+                positions_ptr=self.row_positions,
+                slots_ptr=self.row_slots[group],
+                ends_ptr=self.ends,
+                block_size=tables.block_sizes[group],
+                max_len=self.max_model_len,
+                queries=self.num_queries,
+                PAD=PAD_SLOT_ID,
+                BLOCK=triton.next_power_of_2(self.num_queries),
             )
-        self.metadata = build_attn_metadata(
-            attn_groups=self.attn_groups,
-            num_reqs=num_reqs,
-            num_tokens=num_rows,
+        self._build_metadata(
+            self.attn_groups,
+            num_rows,
+            upper,
             query_start_loc_gpu=self.starts[: num_reqs + 1],
             query_start_loc_cpu=torch.arange(num_reqs + 1, dtype=torch.int32) * self.num_queries,
             max_query_len=self.num_queries,
             seq_lens=self.ends[:num_reqs],
-            max_seq_len=int(upper.max()),
             block_tables=[table[:num_reqs] for table in tables.input_block_tables],
-            slot_mappings=self.row_slots[:, :num_rows],
-            kv_cache_config=self.kv_cache_config,
-            seq_lens_cpu_upper_bound=upper,
-            positions=self.row_positions[:num_rows],
             is_prefilling=self.draft_is_prefilling[:num_reqs],
             for_cudagraph_capture=for_capture,
             causal=False,
@@ -263,13 +240,6 @@ class BackboneSpeculator(MtpcSpeculator):
         super()._generate_draft(num_reqs, num_drafts)
 
     def _run_model(self, num_reqs: int) -> Tensor:
-        num_rows, slots = num_reqs * self.num_queries, {}
         queries = self.model.queries(self.first_tokens[:num_reqs]).flatten(0, 1)
-        if self.metadata is not None:
-            slots = build_slot_mappings_by_layer(self.row_slots[:, :num_rows], self.kv_cache_config)
-        rows = BatchDescriptor(num_tokens=num_rows)
-        context = set_forward_context(
-            self.metadata, self.pass_config, num_tokens=num_rows, slot_mapping=slots, batch_descriptor=rows
-        )
-        with context, self.priorities.set_priority():
-            return self.model.backbone(self.row_positions[:num_rows], queries).view(num_reqs, self.num_queries, -1)
+        forward = partial(self.model.backbone, queries=queries)
+        return self._run_pass(num_reqs * self.num_queries, forward).view(num_reqs, self.num_queries, -1)

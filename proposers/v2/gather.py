@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor
 from vllm.triton_utils import tl, triton
-from vllm.v1.attention.backends.utils import PAD_SLOT_ID
-from vllm.v1.worker.gpu.input_batch import InputBatch
 
 
 @triton.jit
-def _last_rows(
+def gather_last_rows(
     ends_ptr,
     rejected_ptr,
     sampled_ptr,
@@ -23,6 +20,11 @@ def _last_rows(
     first_ptr,
     pos_ptr,
 ):
+    """Store row, first token and its position, each [R], int64 (`HeadSpeculator`), of the R requests of a batch.
+
+    ends, rejected, sampled, slot: [R], end of a request's rows, rejected drafts, tokens, slot in vLLM's states.
+    last_sampled, next_prefill: the target's token by slot, and that of an unfinished prompt; positions: of the rows.
+    """
     request = tl.program_id(0)
     row = (tl.load(ends_ptr + request) - tl.load(rejected_ptr + request) - 1).to(tl.int64)
     slot = tl.load(slot_ptr + request).to(tl.int64)
@@ -33,44 +35,8 @@ def _last_rows(
     tl.store(pos_ptr + request, tl.load(positions_ptr + row).to(tl.int64) + 1)
 
 
-def gather_last_rows(
-    input_batch: InputBatch,
-    num_sampled: Tensor,
-    num_rejected: Tensor,
-    last_sampled: Tensor,
-    next_prefill_tokens: Tensor,
-    rows: Tensor,
-    first: Tensor,
-    pos: Tensor,
-) -> None:
-    """Fill `rows`, `first` and `pos` for the R requests of a batch.
-
-    Args:
-        num_sampled, num_rejected: [R]; 0 sampled tokens where a prompt is not read to its end.
-        last_sampled: [max_num_reqs, 1], by request slot.
-        next_prefill_tokens: [lookahead, max_num_reqs].
-        rows: [R or more], int64, the row of each request's last accepted token in the batch.
-        first: [R or more], int64, the token after it: the target's own, or the next one of an unfinished prompt.
-        pos: [R or more], int64, the position of that token.
-    """
-    _last_rows[(input_batch.num_reqs,)](
-        input_batch.query_start_loc[1:],
-        num_rejected,
-        num_sampled,
-        input_batch.idx_mapping,
-        last_sampled,
-        last_sampled.stride(0),
-        next_prefill_tokens,
-        next_prefill_tokens.stride(1),
-        input_batch.positions,
-        rows,
-        first,
-        pos,
-    )
-
-
 @triton.jit
-def _query_rows(
+def place_query_rows(
     slot_ptr,
     row_ptr,
     read_ptr,
@@ -85,6 +51,12 @@ def _query_rows(
     PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Place the queries of R requests after each request's last row; queries beyond `max_len` have no KV slot.
+
+    slot, row: [R], slot in vLLM's states, -1: padding, which is not read; row of `gather_last_rows`.
+    read, table: positions of the target's rows; block tables [R, blocks].
+    positions, slots, ends: filled; [R * queries], int64, of the queries; [R], int32, length of each text with them.
+    """
     request = tl.program_id(0)
     is_real = tl.load(slot_ptr + request) >= 0
     row = tl.load(row_ptr + request, mask=is_real, other=0)
@@ -97,42 +69,3 @@ def _query_rows(
     tl.store(positions_ptr + request * queries + query, tl.minimum(at, max_len - 1), mask=is_query)
     tl.store(slots_ptr + request * queries + query, slot, mask=is_query)
     tl.store(ends_ptr + request, tl.minimum(start + queries, max_len).to(tl.int32))
-
-
-def place_query_rows(
-    slots: Tensor,
-    last_rows: Tensor,
-    target_positions: Tensor,
-    block_table: Tensor,
-    block_size: int,
-    max_len: int,
-    num_queries: int,
-    row_positions: Tensor,
-    row_slots: Tensor,
-    ends: Tensor,
-) -> None:
-    """Place the queries of R requests after each request's last row; queries beyond `max_len` have no KV slot.
-
-    Args:
-        slots: [R], request slots in vLLM's states; -1: padding, whose rows are not read and have no KV slot.
-        last_rows: [R], of `gather_last_rows`.
-        target_positions: positions of the target's rows.
-        block_table: [R, blocks].
-        row_positions, row_slots: [R * num_queries], int64, filled with positions and KV slots.
-        ends: [R], int32, filled with the length of each text and its queries.
-    """
-    _query_rows[(len(slots),)](
-        slots,
-        last_rows,
-        target_positions,
-        block_table,
-        block_table.stride(0),
-        row_positions,
-        row_slots,
-        ends,
-        block_size,
-        max_len,
-        num_queries,
-        PAD=PAD_SLOT_ID,
-        BLOCK=triton.next_power_of_2(num_queries),
-    )

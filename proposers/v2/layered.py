@@ -23,15 +23,12 @@ from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.model_executor.layers.linear import LinearBase
-from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_mtpc.checkpoint.load import load_adapters
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.proposers.heads.load import kept
-from vllm_mtpc.proposers.v2.lora import Gate, adapt_linear, check_no_adapter_left, prepare_adapters
-from vllm_mtpc.proposers.v2.shared_modules import copy_modules, copy_with_kernel, eager_priorities
-from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
+from vllm_mtpc.proposers.v2.lora import Gate, Replace, copy_adapted, copy_modules, prepare_adapters
+from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator, TargetPass
 
 NAME = "mtpc."  # before a layer's name: its twin's
 
@@ -55,33 +52,26 @@ def load_draft_layers(target: nn.Module, vllm_config: VllmConfig, device: torch.
     """Load the draft layers of a head on vLLM's target; CheckpointError: they are not of its last layers."""
     spec = vllm_config.speculative_config
     info = load_adapters(Path(spec.model_folder), spec.head, vllm_config.model_config.dtype, device)
-    lora = dict(info.tensors)
-    layers, gate = target.model.layers, Gate()
-    packed = getattr(target, "packed_modules_mapping", {})
-    names = vllm_config.compilation_config.static_forward_context
-
-    def replace(name: str, module: nn.Module) -> nn.Module | None:
-        if isinstance(module, LinearBase):
-            return adapt_linear(name, module, lora, packed, info.alpha / info.rank, gate)
-        if isinstance(module, AttentionLayerBase):
-            twin = copy.copy(module)
-            twin.layer_name, twin.kv_cache = NAME + module.layer_name, torch.tensor([])
-            if hasattr(module, "impl"):  # an implementation may keep state of its layer
-                twin.impl = copy.copy(module.impl)
-            children = module._modules.items()
-            twin.__dict__["_modules"] = {key: copy_modules(child, f"{name}.{key}", replace) for key, child in children}
-            names[twin.layer_name] = twin
-            return twin
-        return copy_with_kernel(module)
-
+    layers, names = target.model.layers, vllm_config.compilation_config.static_forward_context
     if info.layers != list(range(len(layers)))[-spec.head.lora_layers :]:
-        raise CheckpointError(
-            f"head {spec.model_folder} adapts layers {info.layers} of a target with {len(layers)}: allowed are the "
-            "last ones; use a head of this target"
-        )
-    copies = [copy_modules(layers[index], f"model.layers.{index}", replace) for index in info.layers]
-    check_no_adapter_left(lora, target)
-    return DraftLayers(info.layers[0], copies, copy_modules(target.model.norm, "model.norm", replace))
+        reason = f"of a target with {len(layers)}: allowed are the last ones; use a head of this target"
+        raise CheckpointError(f"head {spec.model_folder} adapts layers {info.layers} {reason}")
+
+    def copy_attention(name: str, module: nn.Module, replace: Replace) -> nn.Module | None:
+        if not isinstance(module, AttentionLayerBase):
+            return None
+        twin = copy.copy(module)
+        twin.layer_name, twin.kv_cache = NAME + module.layer_name, torch.tensor([])
+        if hasattr(module, "impl"):  # an implementation may keep state of its layer
+            twin.impl = copy.copy(module.impl)
+        children = module._modules.items()
+        twin.__dict__["_modules"] = {key: copy_modules(child, f"{name}.{key}", replace) for key, child in children}
+        names[twin.layer_name] = twin
+        return twin
+
+    modules = {f"model.layers.{index}": layers[index] for index in info.layers} | {"model.norm": target.model.norm}
+    *copies, norm = copy_adapted(target, modules, info.tensors, info.alpha / info.rank, Gate(), copy_attention)
+    return DraftLayers(info.layers[0], copies, norm)
 
 
 class LayeredSpeculator(MtpcSpeculator):
@@ -91,7 +81,6 @@ class LayeredSpeculator(MtpcSpeculator):
         head = super().load_draft_model(target_model, target_attn_layer_names)
         self.layers = load_draft_layers(target_model, self.vllm_config, self.device)
         head.kept_layers = kept(self.layers.buffers())
-        self.priorities = eager_priorities(self.vllm_config)
         target_model.set_aux_hidden_state_layers((self.layers.first,))
         return head
 
@@ -107,31 +96,19 @@ class LayeredSpeculator(MtpcSpeculator):
 
         return activate
 
-    @torch.inference_mode()
-    def propose(
-        self,
-        input_batch: InputBatch,
-        attn_metadata: dict[str, Any] | None,
-        slot_mappings: dict[str, Tensor] | None,
-        last_hidden_states: Tensor,
-        aux_hidden_states: list[Tensor] | None,
-        *args: Any,
-        dp_sync_state: Any = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Run the draft layers on aux_hidden_states[0] [T, D], with padding, and draft as `MtpcSpeculator` does."""
-        assert aux_hidden_states is not None  # `load_draft_model` asks the target for them
-        states, names = aux_hidden_states[0], self.draft_attn_layer_names
-        num_rows = len(states)
+    def _read_states(self, done: TargetPass) -> Tensor:
+        """Run the draft layers on the auxiliary states, with padding."""
+        (states,), metadata, slots = done.aux_states, done.attn_metadata, done.slot_mappings
+        names, num_rows = self.draft_attn_layer_names, len(states)
         context = set_forward_context(
-            attn_metadata and {name: attn_metadata[name] for name in names},
+            metadata and {name: metadata[name] for name in names},
             self.vllm_config,
             num_tokens=num_rows,
-            num_tokens_across_dp=dp_sync_state and dp_sync_state.num_tokens_across_dp,
+            num_tokens_across_dp=done.dp_sync_state and done.dp_sync_state.num_tokens_across_dp,
             cudagraph_runtime_mode=CUDAGraphMode.NONE,
-            slot_mapping={name: slot_mappings[name][:num_rows] for name in names} if slot_mappings else {},
+            slot_mapping={name: slots[name][:num_rows] for name in names} if slots else {},
             batch_descriptor=BatchDescriptor(num_tokens=num_rows),
         )
         with context, self.priorities.set_priority():
-            hidden = self.layers(input_batch.positions[:num_rows], states.clone())  # norms add to the stream in place
-        return super().propose(input_batch, attn_metadata, slot_mappings, hidden, None, *args, **kwargs)
+            # norms add to the stream in place
+            return self.layers(done.batch.positions[:num_rows], states.clone())

@@ -1,4 +1,4 @@
-"""LoRA on selected rows, on top of vLLM's own linear layers and sharded as they are.
+"""Copies of the target's modules with LoRA on selected rows, on top of vLLM's own linear layers, sharded as they are.
 
     y = W x                                  every row, by the target's own layer, quantised or not
     y[aux] += alpha / r * B A x[aux]         PTP's auxiliary rows, gathered and added in place; draft layers: every row
@@ -6,10 +6,14 @@
 Rows of real tokens stay bit for bit those of the target. Layers that vLLM merges (q, k, v; gate, up) keep one A and one
 B per part. Under tensor parallelism B is sharded as a split output is; for a split input A is sharded as the input is,
 and the r products are summed over ranks before B.
+
+Where vLLM compiles a target, its CustomOps (norms, activations, rotary positions) run their PyTorch definitions, which
+inductor fuses. Copies run eagerly, so they run the device's kernels.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,11 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm.distributed import tensor_model_parallel_all_reduce
+from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, QKVParallelLinear, RowParallelLinear
 
 from vllm_mtpc.errors import CheckpointError
 
 PREFIX = "base_model.model."  # PEFT's, before the names of the target's modules
+Replace = Callable[[str, nn.Module], nn.Module | None]  # (name, module) -> another module, or None
+Copy = Callable[[str, nn.Module, Replace], nn.Module | None]
 
 
 class Gate:
@@ -79,10 +86,8 @@ def adapt_linear(
     if not found:
         return base
     if found != names:
-        raise CheckpointError(
-            f"the head adapts {', '.join(found)}, but vLLM computes {', '.join(names)} as one; use a head that adapts "
-            "all of them"
-        )
+        merged = f"vLLM computes {', '.join(names)} as one; use a head that adapts all of them"
+        raise CheckpointError(f"the head adapts {', '.join(found)}, but {merged}")
     if isinstance(base, RowParallelLinear) and not base.reduce_results and base.tp_size > 1:
         raise CheckpointError(f"{name}: vLLM adds up its ranks elsewhere, so it cannot be adapted; use one rank")
     parts = []
@@ -92,9 +97,7 @@ def adapt_linear(
             width = base.input_size_per_partition
             down = down[:, base.tp_rank * width : (base.tp_rank + 1) * width].contiguous()
         if rows.stop is not None and rows.stop > up.shape[0]:
-            raise CheckpointError(
-                f"the head's adapter has {up.shape[0]} outputs where the target has more; use a head of this target"
-            )
+            raise CheckpointError(f"{part}: the adapter has {up.shape[0]} outputs, too few; use a head of this target")
         parts.append((down, up[rows].contiguous()))
     return GatedLinear(name, base, parts, scale, gate)
 
@@ -110,10 +113,8 @@ def prepare_adapters(tree: nn.Module, lora: dict[str, Tensor], scale: float, tar
             raise CheckpointError(f"the head does not adapt {old.name}, the served one does; restart the server")
         shapes = [[tuple(part.shape) for part in layer.buffers(False)] for layer in (old, new)]
         if shapes[0] != shapes[1]:
-            raise CheckpointError(
-                f"the adapter of {old.name} has shapes {shapes[1]}, the served head {shapes[0]}; allowed are equal "
-                "ones; serve this head in a server of its own"
-            )
+            reason = f"has shapes {shapes[1]}, the served head {shapes[0]}; serve this head in a server of its own"
+            raise CheckpointError(f"the adapter of {old.name} {reason}")
 
     def copy_all() -> None:
         for old, new in pairs:
@@ -126,10 +127,8 @@ def prepare_adapters(tree: nn.Module, lora: dict[str, Tensor], scale: float, tar
 def check_no_adapter_left(left: dict[str, Tensor], target: nn.Module) -> None:
     """Raise CheckpointError if an adapter has no layer in the target."""
     if left:
-        raise CheckpointError(
-            f"the head adapts {sorted(left)[0]}, which {type(target).__name__} of vLLM does not have "
-            f"({len(left)} such tensors); use a head of this target"
-        )
+        absent = f"{sorted(left)[0]}, which {type(target).__name__} of vLLM does not have ({len(left)} such tensors)"
+        raise CheckpointError(f"the head adapts {absent}; use a head of this target")
 
 
 def _output_shards(base: LinearBase, num_parts: int) -> list[slice]:
@@ -145,3 +144,53 @@ def _output_shards(base: LinearBase, num_parts: int) -> list[slice]:
     if len(sizes) != num_parts:
         raise CheckpointError(f"{type(base).__name__} has {len(sizes)} parts, {num_parts} are named; not supported")
     return [slice(rank * size, (rank + 1) * size) for rank, size in zip(ranks, sizes, strict=True)]
+
+
+def copy_adapted(
+    target: nn.Module,
+    modules: Mapping[str, nn.Module],
+    lora: Mapping[str, Tensor],
+    scale: float,
+    gate: Gate,
+    copy_: Copy,
+) -> list[nn.Module]:
+    """Copy modules of vLLM's target, by name, with adapters on their linear layers.
+
+    copy_: called for layers with (name, layer, function that copies its children); returns the copy, else None.
+    """
+    left, packed = dict(lora), getattr(target, "packed_modules_mapping", {})
+
+    def replace(name: str, module: nn.Module) -> nn.Module | None:
+        if isinstance(module, LinearBase):
+            return adapt_linear(name, module, left, packed, scale, gate)
+        twin = copy_(name, module, replace)
+        return copy_with_kernel(module) if twin is None else twin
+
+    copies = [copy_modules(module, name, replace) for name, module in modules.items()]
+    check_no_adapter_left(left, target)
+    return copies
+
+
+def copy_modules(module: nn.Module, name: str, replace: Replace) -> nn.Module:
+    """Copy a container with its children, which share what `replace` does not copy."""
+    other = replace(name, module)
+    if other is not None:
+        return other
+    if not module._modules:
+        return module
+    twin = copy.copy(module)
+    twin.__dict__["_modules"] = {
+        key: child if child is None else copy_modules(child, f"{name}.{key}" if name else key, replace)
+        for key, child in module._modules.items()
+    }
+    return twin
+
+
+def copy_with_kernel(module: nn.Module) -> nn.Module | None:
+    """Copy a CustomOp so that it runs the device's kernel; None for other modules and one of layers with weights."""
+    if not isinstance(module, CustomOp) or any(any(True for _ in child.parameters()) for child in module.children()):
+        return None
+    twin = copy.copy(module)
+    twin._enforce_enable = True
+    twin._forward_method = twin.dispatch_forward(compile_native=False)
+    return twin

@@ -7,8 +7,7 @@ its CUDA graphs) is replaced by an `IdleSpeculator`. The first step's output rep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,15 +16,13 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.import_utils import resolve_obj_by_qualname
-from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.lora_utils import LoraState
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-from vllm.v1.worker.gpu.model_runner import init_speculator as vllm_init_speculator
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_mtpc.proposers.heads import ranks
 from vllm_mtpc.proposers.heads.counts import attach_counts, check_speculator
-from vllm_mtpc.proposers.v2.structured_requests import StructuredRequests
+from vllm_mtpc.proposers.heads.grammar_masks import StructuredRequests
 
 GUARDED = ("load_model", "propose", "init_cudagraph_manager", "capture")
 
@@ -95,20 +92,9 @@ def speculator_class(spec: Any) -> type:
     return resolve_obj_by_qualname(f"vllm_mtpc.proposers.v2.{spec.speculator()}")
 
 
-@contextmanager
-def our_speculator() -> Iterator[None]:
-    """Replace vLLM's speculator factory, which knows a closed list of methods, while a runner is constructed."""
-
-    def init_speculator(vllm_config: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
-        spec = vllm_config.speculative_config
-        build = partial(speculator_class(spec), vllm_config, device)
-        return build_or_idle(build, vllm_config, device) if spec.is_bundled else build()
-
-    model_runner.init_speculator = init_speculator
-    try:
-        yield
-    finally:
-        model_runner.init_speculator = vllm_init_speculator
+def build_speculator(vllm_config: VllmConfig, device: torch.device) -> BaseSpeculator:
+    build = partial(speculator_class(vllm_config.speculative_config), vllm_config, device)
+    return build_or_idle(build, vllm_config, device) if vllm_config.speculative_config.is_bundled else build()
 
 
 class RowLoraState(LoraState):
@@ -140,9 +126,9 @@ class HeadModelRunner(GPUModelRunner):
             guard(self)
 
     def ready(self) -> None:
-        if self.speculator is not None and self.speculative_config.is_bundled:
-            unguard(self)
         if self.speculator is not None and not isinstance(self.speculator, IdleSpeculator):
+            if self.speculative_config.is_bundled:
+                unguard(self)
             check_speculator(self.speculator)
 
     def add_requests(self, scheduler_output: Any) -> None:

@@ -7,28 +7,34 @@ Algorithm, per request, after every target forward pass:
      with vLLM's Gumbel noise: of its drafting stream, or of the target's own for coupled requests (`verification.py`);
   4. store log q in `draft_logits`, which vLLM's rejection sampler scores the drafts with.
 
-`_generate_draft` is steps 2 to 4. It depends on fixed buffers alone and CUDA graphs hold it (`graphs.py`). Only drafts
-of requests with a grammar wait for the host (`structured_requests.py`).
-
-`draft_logits` have the head's dtype, and drafts are sampled from the rounded numbers that are scored.
-`draft_token_confidence_probs` depend on the conditionals, never on the sampled tokens: the output distribution of draft
-lengths chosen by them is unchanged.
+CUDA graphs hold steps 2 to 4 (`_generate_draft`). Only drafts of requests with a grammar wait for the host
+(`grammar_masks.py`). `draft_logits` have the head's dtype, and drafts are sampled from the rounded numbers that are
+scored. `draft_token_confidence_probs` depend on the conditionals, never on the sampled tokens: the output distribution
+of draft lengths chosen by them is unchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
-from vllm.config.compilation import CUDAGraphMode
+from vllm.config.compilation import CompilationMode, CUDAGraphMode
+from vllm.config.kernel import IrOpPriorityConfig
+from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.platforms import current_platform
+from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax, gumbel_sample
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorBatchDescriptor
 
 from vllm_mtpc.heads.base import DraftParams, Head
 from vllm_mtpc.kernels.draft import naive
@@ -38,25 +44,241 @@ from vllm_mtpc.kernels.leaf.kernel import batches
 from vllm_mtpc.plan.draft_schedule import expand_schedule
 from vllm_mtpc.proposers.config.draft_memory import rows_at_once
 from vllm_mtpc.proposers.config.versions import keys_noise_by_draft
-from vllm_mtpc.proposers.heads.grammar_masks import Masks
-from vllm_mtpc.proposers.heads.load import kept, load_served_head, weights_dtype
+from vllm_mtpc.proposers.heads.grammar_masks import Masks, StructuredRequests
+from vllm_mtpc.proposers.heads.load import kept, load_served_head, log_drafts, weights_dtype
 from vllm_mtpc.proposers.heads.swap import copy_tensors
 from vllm_mtpc.proposers.v2.gather import gather_last_rows
-from vllm_mtpc.proposers.v2.graphs import DraftGraphs
-from vllm_mtpc.proposers.v2.structured_requests import StructuredRequests
-from vllm_mtpc.proposers.v2.verification import (
-    DRAFTING,
-    CoupledStates,
-    Verifier,
-    needs_fresh_noise,
-    step_seeds,
-    with_verifier,
-)
+from vllm_mtpc.proposers.v2.verification import DRAFTING, Verifier, needs_fresh_noise, step_seeds, with_verifier
 
 SMALL_LEAVES = 1 << 24  # bytes of float32 leaves that are masked in one chunk whatever memory was measured
 
 
-class MtpcSpeculator(DraftModelSpeculator):
+def replace_attributes(config: Any, **attributes: Any) -> Any:
+    """Copy one of vLLM's configs with other attributes, without its validation."""
+    twin = copy.copy(config)
+    for name, value in attributes.items():
+        object.__setattr__(twin, name, value)  # the configs validate assignments against each other
+    return twin
+
+
+def eager_priorities(vllm_config: VllmConfig) -> IrOpPriorityConfig:
+    """Return the providers of IR operations in eager code: the user's first, then vLLM's default without a compiler."""
+    uncompiled_config = replace_attributes(vllm_config.compilation_config, mode=CompilationMode.NONE)
+    config = replace_attributes(vllm_config, compilation_config=uncompiled_config)
+    priorities = asdict(current_platform.get_default_ir_op_priority(config))
+    for name, given in asdict(vllm_config.kernel_config.ir_op_priority).items():
+        named = [provider for provider in given if provider != "native"]
+        priorities[name] = list(dict.fromkeys([*named, *priorities[name]]))
+    return IrOpPriorityConfig(**priorities)
+
+
+class DraftGraphs(CudaGraphManager):
+    """CUDA graphs of the draft step, one for each of vLLM's capture sizes and each number of drafts of its batches.
+
+    A graph holds what starts at the speculator's buffers. Padding rows have slot -1: nothing is written for them except
+    to padding rows of these buffers.
+
+    Args:
+        mode: of the target; drafts are captured where the target's decode steps are.
+        drafts_by_batch: drafts (PTP: auxiliary rows per request) of a batch of n requests at index n; 0: none.
+        fits: (requests, drafts per request) -> whether the speculator's buffers hold them.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        mode: CUDAGraphMode,
+        drafts_by_batch: Sequence[int],
+        fits: Callable[[int, int], bool] = lambda num_reqs, num_drafts: True,
+    ) -> None:
+        is_full = mode.decode_mode() == CUDAGraphMode.FULL
+        mode = CUDAGraphMode.FULL_DECODE_ONLY if is_full else CUDAGraphMode.NONE
+        super().__init__(vllm_config, device, mode, decode_query_len=1)
+        descs, below = [], 0
+        for desc in reversed(self._capture_descs.pop(CUDAGraphMode.FULL, [])):
+            scheduled = set(drafts_by_batch[below + 1 : desc.num_reqs + 1]) - {0}
+            drafts = [count for count in scheduled if fits(desc.num_reqs, count)]
+            descs += [SpeculatorBatchDescriptor(**vars(desc), num_speculative_tokens=count) for count in drafts]
+            below = desc.num_reqs
+        if descs:  # the largest first: the others reuse its memory
+            descs.sort(key=lambda desc: (desc.num_reqs, desc.num_speculative_tokens), reverse=True)
+            self._capture_descs[CUDAGraphMode.FULL] = descs
+        log_drafts(vllm_config, str(len(descs) or "NONE"))
+
+    def capture_drafts(self, prepare: Callable[[int, int], Callable[[], None]]) -> None:
+        """Capture the calls that prepare(requests, drafts per request) returns for batches of padding."""
+
+        def create_forward_fn(desc: BatchExecutionDescriptor, warmup: bool) -> Callable[[CUDAGraphMode], None]:
+            draft = prepare(desc.num_reqs, desc.num_speculative_tokens)
+            return lambda mode: draft()
+
+        super().capture(create_forward_fn, "Capturing drafts of the head")
+
+    def find(self, num_reqs: int, num_drafts: int) -> BatchExecutionDescriptor | None:
+        desc = self.dispatch(num_reqs, num_reqs, uniform_token_count=1, num_active_loras=0)
+        desc = SpeculatorBatchDescriptor(**vars(desc), num_speculative_tokens=num_drafts)
+        return desc if desc in self.graphs else None
+
+
+class TargetPass(NamedTuple):
+    """A forward pass of the target over T rows; metadata and KV slots by layer, None before there are KV caches."""
+
+    batch: InputBatch
+    attn_metadata: dict[str, Any] | None
+    slot_mappings: dict[str, Tensor] | None
+    states: Tensor  # [T, D], after the final norm
+    aux_states: Any  # of selected layers, a list of [T, D], or None
+    dp_sync_state: Any
+
+
+class HeadSpeculator(DraftModelSpeculator):
+    """The step of both methods, and forward passes over rows of their own.
+
+    Attributes:
+        last_rows, first_tokens, first_pos: [max_num_reqs], int64: the row of each request's last accepted token in the
+            batch, the token x_1 after it, and the position of x_1.
+        row_positions, row_slots: of own rows, [rows] and [KV cache groups, rows], int64.
+        metadata: attention metadata of the rows' pass; None before there are KV caches.
+    """
+
+    row_positions: Tensor
+    row_slots: Tensor
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        self.last_rows, self.first_tokens, self.first_pos = torch.zeros(
+            3, self.max_num_reqs, dtype=torch.int64, device=device
+        )
+        ranges = self.speculative_config.num_speculative_tokens_per_batch_size
+        self.drafts_by_batch = expand_schedule(ranges, self.max_num_reqs, self.num_speculative_steps)
+        self.graphs: DraftGraphs | None = None
+        self.metadata: dict[str, Any] | None = None
+        self.priorities = eager_priorities(vllm_config)
+        parallel = replace_attributes(vllm_config.parallel_config, data_parallel_size=1)  # no wait for other engines
+        self.pass_config = replace_attributes(vllm_config, parallel_config=parallel)
+
+    def set_verifier(self, kind: type[Verifier], target_model: nn.Module, attribute: str) -> None:
+        """Verify with `kind`; this attribute of the speculator becomes the part of the sampler that drafts read."""
+        base, on_ready = resolve_model_state_cls(self.vllm_config, target_model), partial(setattr, self, attribute)
+        state = with_verifier(kind, base, self.speculative_config, self.device, on_ready)
+        target_model.get_model_state_cls = lambda: state
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: InputBatch,
+        attn_metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, Tensor] | None,
+        last_hidden_states: Tensor,
+        aux_hidden_states: list[Tensor] | None,
+        num_sampled: Tensor,
+        num_rejected: Tensor,
+        last_sampled: Tensor,
+        next_prefill_tokens: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        *,
+        dp_sync_state: Any = None,
+        dummy_run: bool = False,
+        is_profile: bool = False,
+        num_speculative_tokens: int | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Draft for the R requests of a step.
+
+        Args:
+            attn_metadata, slot_mappings: by layer; None before there are KV caches.
+            last_hidden_states, aux_hidden_states: [num_tokens, D], after the final norm, and of selected layers.
+            num_sampled, num_rejected: [R], tokens and rejected drafts; 0 tokens where a prompt is not read to its end.
+            last_sampled, next_prefill_tokens: [max_num_reqs, 1] and [lookahead, max_num_reqs].
+            temperature, seeds: [max_num_reqs].
+            num_speculative_tokens: None in vLLM's dummy runs.
+
+        Returns:
+            [R, K], int64; the first `num_speculative_tokens` columns are drafts, the others are stale.
+        """
+        num_reqs = input_batch.num_reqs
+        num_drafts = self.drafts_by_batch[num_reqs] if num_speculative_tokens is None else num_speculative_tokens
+        done = (input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, dp_sync_state)
+        states = self._read_states(TargetPass(*done))
+        if is_profile:  # vLLM measures the memory that is left for the KV cache
+            self._warm_up()
+        elif num_drafts > 0:
+            self._copy_request_inputs(num_reqs, input_batch.idx_mapping[:num_reqs], temperature, seeds, dummy_run)
+            gather_last_rows[(num_reqs,)](
+                ends_ptr=input_batch.query_start_loc[1:],
+                rejected_ptr=num_rejected,
+                sampled_ptr=num_sampled,
+                slot_ptr=input_batch.idx_mapping,
+                last_sampled_ptr=last_sampled,
+                last_sampled_stride=last_sampled.stride(0),
+                next_prefill_ptr=next_prefill_tokens,
+                next_prefill_stride=next_prefill_tokens.stride(1),
+                positions_ptr=input_batch.positions,
+                row_ptr=self.last_rows,
+                first_ptr=self.first_tokens,
+                pos_ptr=self.first_pos,
+            )
+            self._draft_step(input_batch, states, num_sampled, num_drafts, dummy_run)
+        if attn_metadata is not None:
+            self._finish_step()
+        return self.draft_tokens[:num_reqs]
+
+    def capture(self) -> None:
+        if self.graphs is not None and self.graphs.needs_capture():
+            self.graphs.capture_drafts(self._prepare_capture)
+
+    def _prepare_capture(self, num_reqs: int, num_drafts: int) -> Callable[[], None]:
+        """Return the call that a CUDA graph for so many requests and drafts (PTP: auxiliary rows) of each holds."""
+        raise NotImplementedError
+
+    def _read_states(self, done: TargetPass) -> Tensor:
+        """Return the states [T, D] that drafts are made from; called in steps without drafts too."""
+        return done.states
+
+    def _warm_up(self) -> None:
+        """Run the largest draft, whose memory vLLM measures."""
+
+    def _draft_step(
+        self, input_batch: InputBatch, states: Tensor, num_sampled: Tensor, num_drafts: int, dummy_run: bool
+    ) -> None:
+        """Fill `draft_tokens` [R, K] from states [T, D] and the gathered rows, tokens and positions."""
+
+    def _finish_step(self) -> None: ...
+
+    def _build_metadata(self, groups: list[list[Any]], num_rows: int, upper: Tensor, **given: Any) -> None:
+        """Set the attention metadata of S sequences; upper: [S], on the host, bounds on their lengths."""
+        self.metadata = build_attn_metadata(
+            attn_groups=groups,
+            num_reqs=len(upper),
+            num_tokens=num_rows,
+            max_seq_len=int(upper.max()),
+            slot_mappings=self.row_slots[:, :num_rows],
+            kv_cache_config=self.kv_cache_config,
+            seq_lens_cpu_upper_bound=upper,
+            positions=self.row_positions[:num_rows],
+            **given,
+        )
+
+    def _run_pass(self, num_rows: int, forward: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return forward(positions of the first rows) with the rows' attention metadata and KV slots."""
+        slots = {}
+        if self.metadata is not None:
+            slots = build_slot_mappings_by_layer(self.row_slots[:, :num_rows], self.kv_cache_config)
+        context = set_forward_context(
+            self.metadata,
+            self.pass_config,
+            num_tokens=num_rows,
+            slot_mapping=slots,
+            batch_descriptor=BatchDescriptor(num_tokens=num_rows),
+            skip_compiled=True,
+        )
+        with context, self.priorities.set_priority():
+            return forward(self.row_positions[:num_rows])
+
+
+class MtpcSpeculator(HeadSpeculator):
     """Drafts of a head that reads the target's hidden states."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
@@ -64,17 +286,13 @@ class MtpcSpeculator(DraftModelSpeculator):
         self.use_acceptance_estimator = False
         self.needs_step_seeds = needs_fresh_noise(self.speculative_config)
         self.hidden_states = torch.zeros(self.max_num_reqs, self.hidden_size, dtype=self.dtype, device=device)
-        self.last_rows, self.first_tokens, self.noise_pos = torch.zeros(
-            3, self.max_num_reqs, dtype=torch.int64, device=device
-        )
+        # vLLM keys the noise of a token by the position before it: that of x_1 for the first draft
+        self.noise_pos = self.first_pos
         self.is_drawn = self.draft_logits is not None  # else drafts are the argmax
         if self.speculative_config.verify == "coupled":  # no draft is scored
             self.draft_logits: Tensor | None = None
-        self.states: CoupledStates | None = None  # None: no request is coupled
+        self.states: Any = None  # CoupledStates; None: no request is coupled
         self.step_cols = torch.arange(self.num_speculative_steps, dtype=torch.int32, device=device)
-        ranges = self.speculative_config.num_speculative_tokens_per_batch_size
-        self.drafts_by_batch = expand_schedule(ranges, self.max_num_reqs, self.num_speculative_steps)
-        self.graphs: DraftGraphs | None = None
         self.structured: StructuredRequests | None = None  # None: drafts are not masked with grammars
 
     def draft_logits_spec(self, vllm_config: VllmConfig) -> tuple[torch.dtype, float]:
@@ -83,9 +301,7 @@ class MtpcSpeculator(DraftModelSpeculator):
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         head = self._load_head(target_model, self.speculative_config.model_folder)
         self._set_head(head)
-        base = resolve_model_state_cls(self.vllm_config, target_model)
-        state = with_verifier(Verifier, base, self.speculative_config, self.device, partial(setattr, self, "states"))
-        target_model.get_model_state_cls = lambda: state
+        self.set_verifier(Verifier, target_model, "states")
         return head
 
     def _load_head(self, target_model: nn.Module, folder: str) -> Head:
@@ -130,69 +346,23 @@ class MtpcSpeculator(DraftModelSpeculator):
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         self.graphs = DraftGraphs(self.vllm_config, self.device, cudagraph_mode, self.drafts_by_batch)
 
-    def capture(self) -> None:
-        if self.graphs is not None and self.graphs.needs_capture():
-            self.graphs.capture_drafts(self._prepare_capture)
-
     def _prepare_capture(self, num_reqs: int, num_drafts: int) -> Callable[[], None]:
         self.idx_mapping.fill_(-1)
         return partial(self._generate_draft, num_reqs, num_drafts)
 
-    @torch.inference_mode()
-    def propose(
-        self,
-        input_batch: InputBatch,
-        attn_metadata: dict[str, Any] | None,
-        slot_mappings: dict[str, Tensor] | None,
-        last_hidden_states: Tensor,
-        aux_hidden_states: list[Tensor] | None,
-        num_sampled: Tensor,
-        num_rejected: Tensor,
-        last_sampled: Tensor,
-        next_prefill_tokens: Tensor,
-        temperature: Tensor,
-        seeds: Tensor,
-        *,
-        dummy_run: bool = False,
-        is_profile: bool = False,
-        num_speculative_tokens: int | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Draft for the R requests of a step.
-
-        Args:
-            attn_metadata, slot_mappings: by layer; None before there are KV caches.
-            last_hidden_states, aux_hidden_states: [num_tokens, D], after the final norm, and of selected layers.
-            num_sampled, num_rejected: [R], tokens and rejected drafts; 0 tokens where a prompt is not read to its end.
-            last_sampled, next_prefill_tokens: [max_num_reqs, 1] and [lookahead, max_num_reqs].
-            temperature, seeds: [max_num_reqs].
-            num_speculative_tokens: None in vLLM's dummy runs.
-
-        Returns:
-            [R, K], int64; the first `num_speculative_tokens` columns are drafts, the others are stale.
-        """
+    def _draft_step(
+        self, input_batch: InputBatch, states: Tensor, num_sampled: Tensor, num_drafts: int, dummy_run: bool
+    ) -> None:
         num_reqs = input_batch.num_reqs
-        scheduled = self.drafts_by_batch[num_reqs]
-        num_drafts = scheduled if num_speculative_tokens is None else num_speculative_tokens
-        if is_profile:  # vLLM measures the memory that is left for the KV cache
-            self._warm_up()
-            return self.draft_tokens[:num_reqs]
-        if num_drafts > 0:
-            slots = input_batch.idx_mapping[:num_reqs]
-            self._copy_request_inputs(num_reqs, slots, temperature, seeds, dummy_run)
-            # vLLM keys the noise of a token by the position before it: that of x_1 for the first draft
-            starts = (self.last_rows, self.first_tokens, self.noise_pos)
-            gather_last_rows(input_batch, num_sampled, num_rejected, last_sampled, next_prefill_tokens, *starts)
-            self._select_noise(slots)
-            graph = None if self.graphs is None else self.graphs.find(num_reqs, num_drafts)
-            self._prepare_inputs(input_batch, last_hidden_states, graph)
-            if self.graphs is None or graph is None:
-                self._generate_draft(num_reqs, num_drafts)
-            else:
-                self.graphs.run_fullgraph(graph)
-            if self.structured is not None and (rows := self.structured.rows(input_batch)):
-                self._generate_masked_draft(input_batch, rows, num_sampled, num_drafts)
-        return self.draft_tokens[:num_reqs]
+        self._select_noise(input_batch.idx_mapping[:num_reqs])
+        graph = None if self.graphs is None else self.graphs.find(num_reqs, num_drafts)
+        self._prepare_inputs(input_batch, states, graph)
+        if self.graphs is None or graph is None:
+            self._generate_draft(num_reqs, num_drafts)
+        else:
+            self.graphs.run_fullgraph(graph)
+        if self.structured is not None and (rows := self.structured.rows(input_batch)):
+            self._generate_masked_draft(input_batch, rows, num_sampled, num_drafts)
 
     def _select_noise(self, slots: Tensor) -> None:
         """Move positions, and seeds where needed, of the requests in slots [R] to the noise of their verification."""

@@ -7,12 +7,12 @@ argmax_v log q(v) + g(seed, i, v), and are accepted while they equal the token: 
 noise of another stream (DRAFTING), which rejection sampling needs.
 
 Pick, for PTP (Parallel Token Prediction): every output token is Pick(u, Q), the smallest token whose cumulative
-probability under the target's processed distribution Q exceeds u, a hash of the request's seed and the position of the
-row that gives Q. Drafts are accepted while they equal it. At temperature 0 the token is the argmax and u is 0.5.
+probability under the processed distribution Q exceeds u, a hash of the request's seed and the position of the row that
+gives Q. Drafts are accepted while they equal it. At temperature 0 the token is the argmax and u is 0.5.
 
-Drafts that a grammar forbids and that were not masked (`structured_requests.py`): vLLM 0.32 samples the token of the
-first one from p, where it must come from max(p - q, 0). Here it is verified like any other draft, and never accepted
-because its row is masked with the grammar.
+Drafts that a grammar forbids and that were not masked (`grammar_masks.py`): vLLM 0.32 samples the token of the first
+one from p, where it must come from max(p - q, 0). Here it is verified like any other draft, and never accepted because
+its row is masked with the grammar.
 
 Fresh noise: vLLM 0.32 keys the noise of a token by seed and position, so a rejected draft is sampled again from the
 same noise. In block and adaptive verification the accepted length depends on that noise, which biases the output. For
@@ -24,7 +24,7 @@ position 4 as draft 1 and 5 as draft 0 would collide (5 XOR 0 = 4 XOR 1).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,11 +44,8 @@ from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.kernels.uniform import uniform
 from vllm_mtpc.proposers.config.versions import keys_noise_by_draft
 
-# Added to a draft's position: noise that verification does not read. vLLM's own drafts add the same number.
-DRAFTING = 1 << 30
+DRAFTING = 1 << 30  # added to a draft's position, as in vLLM: noise that verification does not read
 GREEDY_U = 0.5  # inside the argmax's interval wherever the argmax has more than half of the mass
-
-Verify = Literal["coupled", "rejection"] | None  # coupled requests: all, none; None: those with a seed
 
 
 def needs_fresh_noise(spec_config: SpeculativeConfig) -> bool:
@@ -90,10 +87,10 @@ class CoupledStates(SamplingStates):
     """vLLM's states of requests, with the number that is added to positions of drafts: DRAFTING, or 0 if coupled."""
 
     stream: UvaBackedTensor  # [max_num_reqs], int64
-    verify: Verify
+    verify: str | None  # coupled requests: all ("coupled") or none ("rejection"); None: those with a seed
 
     @classmethod
-    def extend(cls, states: SamplingStates, verify: Verify) -> CoupledStates:
+    def extend(cls, states: SamplingStates, verify: str | None) -> CoupledStates:
         states.__class__, states.verify = cls, verify
         states.stream = UvaBackedTensor(states.max_num_reqs, dtype=torch.int64)
         states.stream.np.fill(DRAFTING)
@@ -125,20 +122,17 @@ class Verifier(RejectionSampler):
         return CoupledStates.extend(sampler.sampling_states, spec_config.verify)
 
     @staticmethod
-    def check_other_sampler(name: str, spec_config: SpeculativeConfig) -> None:
-        """Raise ServeConfigError if an option needs the plain sampler and another one, of this name, is in use."""
-        if is_stepped(spec_config) or spec_config.verify == "coupled":
-            raise ServeConfigError(
-                f"verify 'coupled', rejection_sample_method 'block' or enable_adaptive_verification with {name}: only "
-                "vLLM's plain Sampler can be given such a verifier; drop these options"
-            )
+    def needs_plain_sampler(spec_config: SpeculativeConfig) -> str:
+        """Return the options that no sampler but vLLM's plain one can serve; empty if they are not used."""
+        is_used = is_stepped(spec_config) or spec_config.verify == "coupled"
+        return "verify 'coupled', rejection_sample_method 'block' or enable_adaptive_verification" if is_used else ""
 
     def is_coupled(self, slots: np.ndarray) -> np.ndarray:
         return self.sampler.sampling_states.stream.np[slots] == 0
 
     def sample_tokens(self, processed_logits: Tensor, slots: Tensor, pos: Tensor) -> Tensor:
         """Sample tokens [T] of processed logits [T, V] at positions [T] as vLLM does without drafts."""
-        states, use_fp64 = self.sampler.sampling_states, self.sampler.use_fp64_gumbel
+        states = self.sampler.sampling_states
         return gumbel_sample(  # as Sampler._sample_random calls it
             processed_logits,
             slots,
@@ -147,7 +141,7 @@ class Verifier(RejectionSampler):
             pos,
             apply_temperature=False,
             is_drafting=False,
-            use_fp64=use_fp64,
+            use_fp64=self.sampler.use_fp64_gumbel,
         )
 
     def __call__(
@@ -173,18 +167,14 @@ class Verifier(RejectionSampler):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Verify the drafts of R requests in T rows.
+        """Return processed logits [T, V], tokens [R, K + 1], int64, -1 after the last, and their numbers [R], int32.
 
         Args:
-            logits: [T, V].
-            draft_logits: [max_num_reqs, K, V], or None.
+            logits, draft_logits: [T, V] of the rows of R requests, and [max_num_reqs, K, V], or None.
             draft_sampled, pos: [T], input token (of a request's rows but the first, a draft) and position of each row.
             cu_num_logits: [R + 1]; rows of request r are cu_num_logits[r] .. cu_num_logits[r + 1] - 1.
             idx_mapping, expanded_idx_mapping: request slots [R] and [T].
             verify_draft_sampled: [T], -1 where a draft cannot be accepted.
-
-        Returns:
-            Processed logits [T, V]; tokens [R, K + 1], int64, -1 after the last; number of tokens [R], int32.
         """
         is_coupled, others = self.is_coupled(idx_mapping_np), None
         more = (expanded_local_pos, seq_lens_upper_bound_np)
@@ -237,12 +227,8 @@ class CoupledRejectionSampler(Verifier):
         return sampler
 
     @staticmethod
-    def check_other_sampler(name: str, spec_config: SpeculativeConfig) -> None:
-        remedy = "remove --watermark-config" if "Watermark" in name else "use a target without a sampler of its own"
-        raise ServeConfigError(
-            f"method ptp with {name}: only vLLM's plain Sampler can be coupled to the drafts; {remedy}, or another "
-            "method"
-        )
+    def needs_plain_sampler(spec_config: SpeculativeConfig) -> str:
+        return "method ptp"
 
     def is_coupled(self, slots: np.ndarray) -> np.ndarray:
         return np.ones(len(slots), dtype=bool)
@@ -260,8 +246,7 @@ def with_verifier(
 ) -> type:
     """Derive a ModelState class whose `custom_sampler` pairs vLLM's plain sampler with a `kind` of rejection sampler.
 
-    Another sampler keeps its own verification, unless an option needs the plain one. on_ready: called with the result
-    of `kind.extend_sampler`.
+    on_ready: called with the result of `kind.extend_sampler`. Other samplers keep their own verification.
     """
 
     class ModelStateWithVerifier(base):
@@ -271,7 +256,10 @@ def with_verifier(
                 warm_up(spec_config.num_speculative_tokens + 1, device)
                 on_ready(kind.extend_sampler(sampler, spec_config))
                 return sampler, kind(sampler, spec_config, device)
-            kind.check_other_sampler(type(sampler if own is None else own[0]).__name__, spec_config)
+            if options := kind.needs_plain_sampler(spec_config):
+                name = type(sampler if own is None else own[0]).__name__
+                remedy = "remove --watermark-config if it is given, else this option or method"
+                raise ServeConfigError(f"{options} with {name}: only vLLM's plain Sampler can verify so; {remedy}")
             return own
 
     return ModelStateWithVerifier

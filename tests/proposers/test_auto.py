@@ -23,8 +23,7 @@ from vllm_mtpc.errors import CheckpointError, MtpcError
 from vllm_mtpc.proposers.config import switches
 from vllm_mtpc.proposers.config.switches import AUTO
 from vllm_mtpc.proposers.heads import ranks
-from vllm_mtpc.proposers.patches import engine_args
-from vllm_mtpc.proposers.patches.vllm_patches import maybe_override_with_speculators
+from vllm_mtpc.proposers.patches.vllm_patches import find_bundled_head, find_folder, maybe_override_with_speculators
 from vllm_mtpc.proposers.v2 import model_runner_v2 as v2
 
 Lines = list[str]
@@ -161,9 +160,9 @@ def test_a_repository_in_the_hubs_cache(made: Path, target: Path, monkeypatch: p
     )
     for name, runner, found in (("a/b", "generate", head), ("a/c", "generate", None), ("a/b", "pooling", None)):
         model = SimpleNamespace(model=name, revision=None, runner_type=runner)
-        assert engine_args.find_bundled_head(SimpleNamespace(speculative_config=None), model) == found
+        assert find_bundled_head(SimpleNamespace(speculative_config=None), model) == found
     monkeypatch.undo()
-    assert engine_args.find_folder("s3://bucket/model.gguf", None) is None  # no repository's name
+    assert find_folder("s3://bucket/model.gguf", None) is None  # no repository's name
 
 
 def test_a_trained_head_is_bundled_by_where_it_is_written(target: Path, tmp_path: Path) -> None:

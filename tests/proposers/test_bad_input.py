@@ -202,7 +202,7 @@ def test_recurrent_target_is_refused_and_served_without_its_bundled_head(
     shutil.copytree(place / head, place / "target" / "mtpc")
     monkeypatch.delenv("MTPC_AUTO", raising=False)
     warned: list[str] = []
-    monkeypatch.setattr("vllm_mtpc.proposers.patches.engine_args.warn", lambda *given: warned.append(str(given[1])))
+    monkeypatch.setattr("vllm_mtpc.proposers.patches.vllm_patches.warn", lambda *given: warned.append(str(given[1])))
     config = engine_config(place / "target", None)
     assert config.speculative_config is None and "vllm_mtpc" not in config.parallel_config.worker_cls
     assert len(warned) == 1 and "recurrent layers" in warned[0]

@@ -17,7 +17,6 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm_mtpc import plugin
 from vllm_mtpc.proposers.config.switches import AUTO, DEBUG
 from vllm_mtpc.proposers.heads import counts
-from vllm_mtpc.proposers.patches import metrics as ours
 from vllm_mtpc.proposers.patches import patch, vllm_patches
 from vllm_mtpc.proposers.patches.patch import derived
 from vllm_mtpc.proposers.patches.scheduler import HeadScheduler
@@ -112,7 +111,7 @@ def test_the_log_says_tokens_per_step_once_a_minute(monkeypatch: pytest.MonkeyPa
     from vllm.v1.metrics.loggers import SpecDecodingLogging
 
     now = 1000.0
-    monkeypatch.setattr(ours, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(counts, "time", SimpleNamespace(monotonic=lambda: now))
     logging, said = SpecDecodingLogging(), []
 
     def log_after(seconds: float) -> list[str]:

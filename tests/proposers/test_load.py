@@ -136,9 +136,9 @@ def methods(made: Path) -> dict[str, Any]:
         from vllm.platforms.cuda import CudaPlatformBase
 
     from vllm_mtpc.checkpoint.ptp_head import load_ptp
-    from vllm_mtpc.proposers.v2 import shared_modules
+    from vllm_mtpc.proposers.v2 import speculator
     from vllm_mtpc.proposers.v2.lora import Gate
-    from vllm_mtpc.proposers.v2.ptp.tree import Writes, build_student
+    from vllm_mtpc.proposers.v2.ptp.groups import Writes, build_student
 
     compiled = {"mode": 3, "backend": "inductor", "custom_ops": ["none"]}
     config = engine_config(made / "target", None, compilation_config=compiled)
@@ -152,8 +152,8 @@ def methods(made: Path) -> dict[str, Any]:
     found["own"] = all(ours._forward_method.__self__ is ours for ours in _ops(student.model))
     priority = config.kernel_config.ir_op_priority
     priority.rms_norm, priority.fused_add_rms_norm = ["mine", "native"], ["native"]
-    with mock.patch.object(shared_modules, "current_platform", CudaPlatformBase):
-        found["priorities"] = vars(shared_modules.eager_priorities(config))
+    with mock.patch.object(speculator, "current_platform", CudaPlatformBase):
+        found["priorities"] = vars(speculator.eager_priorities(config))
     found["mode"] = config.compilation_config.mode.name
     return found
 

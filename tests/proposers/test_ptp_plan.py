@@ -89,7 +89,7 @@ def test_reserved_blocks_lie_in_vllms_profiling_cache(max_num_seqs: int, monkeyp
     """vLLM measures graphs in a cache with a block per sequence, 512 at most."""
     from vllm_mtpc.proposers.v2.ptp import ptp_speculator as module
 
-    monkeypatch.setattr(module.DraftModelSpeculator, "set_attn", lambda *args: None)
+    monkeypatch.setattr(module.HeadSpeculator, "set_attn", lambda *args: None)
     monkeypatch.setattr(module, "init_attn_backend", lambda *args: ([], None, None))
     for name in ("check_attention", "replace_attributes"):
         monkeypatch.setattr(module, name, lambda *args, **kwargs: SimpleNamespace())

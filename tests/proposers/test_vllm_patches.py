@@ -229,7 +229,7 @@ def test_a_configuration_names_our_classes(monkeypatch: pytest.MonkeyPatch) -> N
 
 # What plugin.register() imports: the rest of the package is for those who serve a head.
 REGISTERED = ("", ".plugin", ".proposers", ".proposers.patches", ".proposers.config", ".models", ".models.registration")
-REGISTERED += tuple(f".proposers.patches.{name}" for name in ("engine_args", "patch", "vllm_patches"))
+REGISTERED += tuple(f".proposers.patches.{name}" for name in ("patch", "vllm_patches"))
 REGISTERED += tuple(f".proposers.config.{name}" for name in ("switches", "versions"))
 
 
@@ -284,5 +284,4 @@ def test_the_page_lists_every_replaced_attribute(root: Path) -> None:
     listed = set(re.findall(r"^\| `(?:vllm\.)?([\w.]+: [\w.]+)`", table, re.MULTILINE))
     patches = (*vllm_patches.EVERY_PROCESS, *vllm_patches.WITH_HEAD, *vllm_patches.WITH_HEAD_SWAP)
     every = {one.key for one in (*patches, registration.try_get_generation_config)}
-    every |= {"vllm.v1.worker.gpu.model_runner:init_speculator"}
     assert listed == {key.removeprefix("vllm.").replace(":", ": ") for key in every} and len(listed) <= 14

@@ -190,12 +190,12 @@ def coupled(vocab: int, width: int) -> None:
 
 
 def gathered() -> None:
+    counts, slots, last, given = (empty(*shape, dtype=INT) for shape in ((3,), (3,), (64, 1), (1, 64)))
+    ends, long, table = empty(65, dtype=INT), empty(64, dtype=LONG), empty(64, 128, dtype=INT)
     gather = _read(ROOT / "proposers" / "v2" / "gather.py")
-    ints, longs, table = empty(65, dtype=INT), empty(64, dtype=LONG), empty(64, 128, dtype=INT)
-    batch = SimpleNamespace(num_reqs=3, query_start_loc=ints, idx_mapping=ints[:3], positions=longs)
-    last, given = empty(64, 1, dtype=LONG), empty(1, 64, dtype=INT)
-    gather.gather_last_rows(batch, ints[:3], ints[:3], last, given, longs, longs, longs)
-    gather.place_query_rows(longs[:3], longs, longs, table, 16, 8192, 8, longs, longs, ints[:64])
+    last, starts = last.long(), (empty(64, dtype=LONG) for _ in range(3))
+    gather.gather_last_rows[(3,)](ends[1:], counts, counts, slots, last, 1, given, 1, long, *starts)
+    gather.place_query_rows[(3,)](long[:3], long, long, table, 128, long, long, ends, 16, 8192, 8, PAD=-1, BLOCK=8)
 
 
 # Other numbers of drafts, dtypes and options that a circuit is served with, and leaves that look at the token before

@@ -336,7 +336,7 @@ FAULTS: dict[str, Patches | Callable[[], Patches]] = {
     "backbone unread chunks": recorders.unread_chunks(
         f"{BACKBONE}.BackboneSpeculator.propose", f"{BACKBONE}.BackboneSpeculator._write_context", lambda *args: None
     ),
-    "backbone causal": {f"{BACKBONE}.build_attn_metadata": _causal, **NOTED_BACKBONE},
+    "backbone causal": {f"{V2}.speculator.build_attn_metadata": _causal, **NOTED_BACKBONE},
     "note their drafts": {
         "vllm.v1.worker.gpu.spec_decode.dflash.speculator.DFlashSpeculator.propose": recorders.after_propose(
             recorders.dflash_drafts

@@ -1,4 +1,6 @@
-"""Groups of auxiliary rows: how many rows each has, which row belongs to which, and their blocks of the KV cache.
+"""Groups of auxiliary rows with their blocks of the KV cache, and the PTP student, whose attention reads them.
+
+The student is a copy of the target's module tree with adapters on its linear layers.
 
 A group reads its request's blocks and writes to its own. The block in which its first row falls also holds tokens of
 the request; it is copied whole before the group writes, whatever layout a backend has inside a block.
@@ -9,12 +11,16 @@ the request; it is copied whole before the group writes, whatever layout a backe
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
+from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.plan.row_groups import Bucket
+from vllm_mtpc.proposers.v2.lora import Gate, Replace, copy_adapted
 
 
 class GroupBlocks:
@@ -73,3 +79,63 @@ class Layout(NamedTuple):
         group = self.index_of[accepted]
         sizes = self.sizes[group.clamp(min=0)]
         return self.sizes.cumsum(0)[group.clamp(min=0)] - sizes, torch.where(group >= 0, sizes, 0)
+
+
+class Writes:
+    """The KV cache writes of a pass, besides those to its rows' own slots."""
+
+    num_real: int = 0  # rows of the target's own batch, at the front
+    real_slots: Tensor | None = None  # [num_real], int64
+    source: Tensor | None = None  # [G], blocks that are copied ...
+    target: Tensor | None = None  # [G], ... to these
+
+
+class GroupAttention(nn.Module):
+    """An attention layer of the target: real rows are written, then blocks copied, then every row written and read."""
+
+    def __init__(self, layer: Attention, writes: Writes) -> None:
+        super().__init__()
+        self.layer, self.writes = layer, writes
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        layer, writes = self.layer, self.writes
+        cache = layer.kv_cache
+        if writes.source is not None and cache.numel():
+            if writes.num_real:
+                rows = slice(writes.num_real)
+                layer.impl.do_kv_cache_update(
+                    layer,
+                    key[rows].view(-1, layer.num_kv_heads, layer.head_size),
+                    value[rows].view(-1, layer.num_kv_heads, layer.head_size_v),
+                    cache,
+                    writes.real_slots,
+                )
+            blocks = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache  # float8 cannot be indexed
+            blocks[writes.target] = blocks[writes.source]
+        return layer(query, key, value, *args, **kwargs)
+
+
+def build_student(target: nn.Module, lora: dict[str, Tensor], scale: float, gate: Gate, writes: Writes) -> nn.Module:
+    """Build the student of a vLLM target; CheckpointError: an adapter has no layer in the target."""
+
+    def copy_attention(name: str, module: nn.Module, replace: Replace) -> nn.Module | None:
+        return GroupAttention(module, writes) if isinstance(module, Attention) else None
+
+    return copy_adapted(target, {"": target}, lora, scale, gate, copy_attention)[0]
+
+
+def check_attention(kv_cache_config: KVCacheConfig, attn_groups: list[list[Any]]) -> None:
+    """Raise ServeConfigError for several KV cache groups, and for a backend whose cache groups cannot use."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    if len(specs) != 1 or not isinstance(specs[0], FullAttentionSpec):
+        kinds = ", ".join(sorted({type(spec).__name__ for spec in specs}))
+        allowed = "allowed are targets whose layers all have full attention; serve it with an MtPC head"
+        raise ServeConfigError(f"method 'ptp' on a target with layers of kind {kinds}: {allowed}")
+    for group in attn_groups[0]:
+        subject, size = f"method 'ptp': attention backend {group.backend.get_name()}", group.kernel_block_size
+        if size is not None:
+            reason = f"splits blocks of {specs[0].block_size} tokens; allowed is a block size of its own"
+            raise ServeConfigError(f"{subject} {reason}; add --block-size {size}")
+        if group.backend.forward_includes_kv_cache_update:
+            reason = "writes the KV cache inside its kernel; allowed are those that write it first"
+            raise ServeConfigError(f"{subject} {reason}; add --attention-backend FLASH_ATTN")

@@ -70,10 +70,9 @@ class MergedSpeculator(PtpSpeculator):
         for group in self.aux_groups[0]:
             builder = group.get_metadata_builder(0)
             if getattr(builder, "reorder_batch_threshold", None) is not None:
-                raise ServeConfigError(
-                    f"draft_pass 'merged': attention backend {group.backend.get_name()} sorts a batch by length, which "
-                    'groups of rows do not survive; add --attention-backend FLASH_ATTN, or "draft_pass": "two-pass"'
-                )
+                reason = f"attention backend {group.backend.get_name()} sorts a batch by length, unlike groups of rows"
+                remedy = 'add --attention-backend FLASH_ATTN, or "draft_pass": "two-pass"'
+                raise ServeConfigError(f"draft_pass 'merged': {reason}; {remedy}")
 
     @torch.inference_mode()
     def forward(self, input_ids: Tensor | None, positions: Tensor, **kwargs: Any) -> Tensor:
@@ -117,9 +116,9 @@ class MergedSpeculator(PtpSpeculator):
             prefix.flatten(), tables.repeat_interleave(groups, dim=0)
         )
         group = (self.group_index[:num_reqs, None] * groups + layout.group).flatten()
-        self.row_slots[:num_real] = self.block_tables.slot_mappings[0, :num_real]
-        self.row_slots[num_real:total] = self.group_blocks.slots(group, row_prefix.flatten(), at.flatten())
-        writes.num_real, writes.real_slots = num_real, self.row_slots[:num_real]
+        self.row_slots[0, :num_real] = self.block_tables.slot_mappings[0, :num_real]
+        self.row_slots[0, num_real:total] = self.group_blocks.slots(group, row_prefix.flatten(), at.flatten())
+        writes.num_real, writes.real_slots = num_real, self.row_slots[0, :num_real]
 
         # sequences: those of the target, then the groups of each request
         sequences = num_reqs + num_groups
@@ -135,6 +134,7 @@ class MergedSpeculator(PtpSpeculator):
             starts_cpu = torch.cat([torch.from_numpy(step.query_start_loc_np[: num_reqs + 1]), ends])
         upper, is_prefilling = step.seq_lens_cpu_upper_bound[:num_reqs], torch.from_numpy(step.is_prefilling_np)
         self._build_metadata(
+            self.aux_groups,
             total,
             torch.cat([upper, (upper + layout.longest).repeat_interleave(groups)]),
             query_start_loc_gpu=starts,

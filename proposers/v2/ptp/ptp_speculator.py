@@ -24,14 +24,11 @@ import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
-from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer, init_attn_backend
+from vllm.v1.worker.gpu.attn_utils import init_attn_backend
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch
-from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
-from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_mtpc.checkpoint.ptp_head import load_ptp
 from vllm_mtpc.heads.ptp.distribution import draft_tokens, reads_u
@@ -39,20 +36,17 @@ from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.proposers.config.switches import logger
 from vllm_mtpc.proposers.heads.load import kept
 from vllm_mtpc.proposers.heads.swap import copy_tensors
-from vllm_mtpc.proposers.v2.gather import gather_last_rows
-from vllm_mtpc.proposers.v2.graphs import DraftGraphs
 from vllm_mtpc.proposers.v2.lora import Gate, prepare_adapters
-from vllm_mtpc.proposers.v2.ptp.groups import GroupBlocks
-from vllm_mtpc.proposers.v2.ptp.tree import Writes, build_student, check_attention
-from vllm_mtpc.proposers.v2.shared_modules import eager_priorities, replace_attributes
-from vllm_mtpc.proposers.v2.verification import CoupledRejectionSampler, u_of, with_verifier
+from vllm_mtpc.proposers.v2.ptp.groups import GroupBlocks, Writes, build_student, check_attention
+from vllm_mtpc.proposers.v2.speculator import DraftGraphs, HeadSpeculator, replace_attributes
+from vllm_mtpc.proposers.v2.verification import CoupledRejectionSampler, u_of
 
 # Attention backends that plan nothing on the host, so that a CUDA graph can hold the student's pass
 CAPTURED = ("FLASH_ATTN", "TRITON_ATTN")
 UNINFORMED = 0.5  # u of every row, for a head that was trained without u
 
 
-class PtpSpeculator(DraftModelSpeculator):
+class PtpSpeculator(HeadSpeculator):
     """Drafts of a PTP student, in a forward pass after the target's."""
 
     keeps_shapes = True  # a swapped head must have the served one's shapes
@@ -64,13 +58,11 @@ class PtpSpeculator(DraftModelSpeculator):
         self.lead = self.head.first_row  # rows at the start of a group that draft nothing
         self.gate, self.writes = Gate(), Writes()
         num_rows, groups = self.max_pass_rows(), self.plan.max_groups
-        self.last_rows, self.first_tokens, self.prefix_lens = torch.zeros(
-            3, self.max_num_reqs, dtype=torch.int64, device=device
-        )
+        self.prefix_lens = self.first_pos
         self.embeds = torch.zeros(num_rows, self.hidden_size, dtype=self.dtype, device=device)
         self.graph_states = torch.zeros_like(self.embeds[: self.plan.max_rows])  # output of captured passes
         self.row_positions = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.row_slots = torch.full((num_rows,), PAD_SLOT_ID, dtype=torch.int64, device=device)
+        self.row_slots = torch.full((1, num_rows), PAD_SLOT_ID, dtype=torch.int64, device=device)
         self.group_ends = torch.zeros(groups, dtype=torch.int32, device=device)
         self.row_index = torch.arange(num_rows, device=device)
         self.group_index = torch.arange(groups, device=device)
@@ -79,10 +71,8 @@ class PtpSpeculator(DraftModelSpeculator):
         # by number of auxiliary rows: starts of the requests and indices of those rows, where graphs read them
         self.pass_rows: dict[int, tuple[Tensor, Tensor]] = {}
         self.graphs: DraftGraphs  # set by `init_cudagraph_manager`
-        self.metadata: dict[str, Any] | None = None  # attention metadata of the student's pass
         self.sampler: Any = None  # vLLM's, set before the first step
         self.merged_output: Any = None  # of a merged pass
-        self.priorities = eager_priorities(vllm_config)
 
     def max_pass_rows(self) -> int:
         return self.plan.max_rows
@@ -91,10 +81,7 @@ class PtpSpeculator(DraftModelSpeculator):
         head = load_ptp(self.speculative_config.model_folder, self.dtype, self.device)
         self.target = target_model
         self.embedding, self.late = head.embedding, head.late
-        base = resolve_model_state_cls(self.vllm_config, target_model)
-        on_sampler = partial(setattr, self, "sampler")
-        state = with_verifier(CoupledRejectionSampler, base, self.speculative_config, self.device, on_sampler)
-        target_model.get_model_state_cls = lambda: state
+        self.set_verifier(CoupledRejectionSampler, target_model, "sampler")
         scale = self.head.lora_alpha / self.head.lora_rank
         student = build_student(target_model, head.lora, scale, self.gate, self.writes)
         parts = [part for module in (self.embedding, self.late) if module is not None for part in module.parameters()]
@@ -135,12 +122,8 @@ class PtpSpeculator(DraftModelSpeculator):
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         mode, others = cudagraph_mode, {group.backend.get_name() for group in self.aux_groups[0]} - {*CAPTURED}
         if others and mode.decode_mode() == CUDAGraphMode.FULL:
-            logger.warning(
-                "method 'ptp': attention backend %s plans each pass on the host, so drafts run without CUDA graphs; "
-                "allowed with graphs: %s; add --attention-backend FLASH_ATTN",
-                ", ".join(sorted(others)),
-                ", ".join(CAPTURED),
-            )
+            text = "method 'ptp': drafts run without CUDA graphs, attention backend %s plans on the host; %s"
+            logger.warning(text, ", ".join(sorted(others)), "add --attention-backend FLASH_ATTN")
             mode = CUDAGraphMode.NONE
         for group in self.aux_groups[0] if mode.decode_mode() == CUDAGraphMode.FULL else ():
             group.get_metadata_builder(0).aot_schedule = False  # FlashAttention 3: a graph reads no schedule of a step
@@ -152,54 +135,28 @@ class PtpSpeculator(DraftModelSpeculator):
 
         self.graphs = DraftGraphs(self.vllm_config, self.device, mode, aux_rows, fits)
 
-    def capture(self) -> None:
-        def prepare(num_reqs: int, num_aux: int) -> Callable[[], None]:
-            self._pad_requests(0, num_reqs, 1 + num_aux)
-            self._prepare_pass(num_aux, torch.full((num_reqs,), self.max_model_len, dtype=torch.int32))
-            return partial(run, num_reqs * (1 + num_aux))
+    def _prepare_capture(self, num_reqs: int, num_aux: int) -> Callable[[], None]:
+        self._pad_requests(0, num_reqs, 1 + num_aux)
+        self._prepare_pass(num_aux, torch.full((num_reqs,), self.max_model_len, dtype=torch.int32))
+        num_rows = num_reqs * (1 + num_aux)
 
-        def run(num_rows: int) -> None:
+        def run() -> None:
             self.graph_states[:num_rows] = self._run_model(num_rows)
 
-        if self.graphs.needs_capture():
-            self.graphs.capture_drafts(prepare)
+        return run
 
-    @torch.inference_mode()
-    def propose(
-        self,
-        input_batch: InputBatch,
-        attn_metadata: dict[str, Any] | None,
-        slot_mappings: dict[str, Tensor] | None,
-        last_hidden_states: Tensor,
-        aux_hidden_states: list[Tensor] | None,
-        num_sampled: Tensor,
-        num_rejected: Tensor,
-        last_sampled: Tensor,
-        next_prefill_tokens: Tensor,
-        temperature: Tensor,
-        seeds: Tensor,
-        *,
-        dummy_run: bool = False,
-        is_profile: bool = False,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Return drafts [R, K], int64, zeros after a request's last one; arguments as in `MtpcSpeculator.propose`.
+    def _copy_request_inputs(self, *args: Any) -> None:
+        """Do nothing: temperatures and seeds are read from vLLM's sampler, as verification does."""
 
-        Temperatures and seeds are read from vLLM's sampler, as verification does.
-        """
+    def _draft_step(
+        self, input_batch: InputBatch, states: Tensor, num_sampled: Tensor, num_drafts: int, dummy_run: bool
+    ) -> None:
         drafts = self.draft_tokens[: input_batch.num_reqs].zero_()
-        if is_profile:
-            self._profile_memory()
-        else:  # dummy runs compile the kernel
-            starts = (self.last_rows, self.first_tokens, self.prefix_lens)
-            gather_last_rows(input_batch, num_sampled, num_rejected, last_sampled, next_prefill_tokens, *starts)
-        if dummy_run:
-            self.merged_output = None
-        else:
+        if not dummy_run:
             self._generate_draft(input_batch, num_sampled, drafts)
-        return drafts
 
     def _generate_draft(self, input_batch: InputBatch, num_sampled: Tensor, drafts: Tensor) -> None:
+        """Fill drafts [R, K], which are zeros, as far as there are rows for them."""
         num_reqs = input_batch.num_reqs
         bucket = self.plan.bucket(num_reqs)
         if bucket is None:
@@ -237,7 +194,7 @@ class PtpSpeculator(DraftModelSpeculator):
         tables = self.block_tables.input_block_tables[0][:num_reqs]
         _, self.copied[:num_reqs], _ = self.group_blocks.fill_tables(prefix, tables)
         group = self.group_index[:num_reqs, None].expand(-1, width)
-        self.row_slots[:num_rows] = self.group_blocks.slots(group, prefix[:, None], at).flatten()
+        self.row_slots[0, :num_rows] = self.group_blocks.slots(group, prefix[:, None], at).flatten()
         self.group_ends[:num_reqs] = prefix + width
         upper = input_batch.seq_lens_cpu_upper_bound[:num_reqs] + width + 1
         graph = self.graphs.find(num_reqs, num_aux)
@@ -251,7 +208,7 @@ class PtpSpeculator(DraftModelSpeculator):
 
     def _pad_requests(self, start: int, stop: int, width: int) -> None:
         """Make requests start .. stop - 1 padding: they attend to their own rows and write to no slot."""
-        self.row_slots[start * width : stop * width] = PAD_SLOT_ID
+        self.row_slots[0, start * width : stop * width] = PAD_SLOT_ID
         self.group_ends[start:stop] = width
         self.copied[start:stop] = 0
 
@@ -270,6 +227,7 @@ class PtpSpeculator(DraftModelSpeculator):
         writes = self.writes
         writes.num_real, writes.source, writes.target = 0, self.copied[:num_reqs], self.group_blocks.own[:num_reqs, 0]
         self._build_metadata(
+            self.aux_groups,
             num_reqs * width,
             upper,
             query_start_loc_gpu=starts[: num_reqs + 1],
@@ -280,35 +238,11 @@ class PtpSpeculator(DraftModelSpeculator):
             is_prefilling=torch.zeros(num_reqs, dtype=torch.bool),
         )
 
-    def _build_metadata(self, num_rows: int, upper: Tensor, **given: Any) -> None:
-        """Set the attention metadata of S sequences; upper: [S], on the host, bounds on their lengths."""
-        self.metadata = build_attn_metadata(
-            attn_groups=self.aux_groups,
-            num_reqs=len(upper),
-            num_tokens=num_rows,
-            max_seq_len=int(upper.max()),
-            slot_mappings=self.row_slots[None, :num_rows],
-            kv_cache_config=self.kv_cache_config,
-            seq_lens_cpu_upper_bound=upper,
-            positions=self.row_positions[:num_rows],
-            **given,
-        )
-
     def _run_model(self, num_rows: int) -> Tensor:
-        slots = self.row_slots[None, :num_rows]  # one KV cache group
-        context = set_forward_context(
-            self.metadata,
-            self.vllm_config,
-            num_tokens=num_rows,
-            slot_mapping={} if self.metadata is None else build_slot_mappings_by_layer(slots, self.kv_cache_config),
-            batch_descriptor=BatchDescriptor(num_tokens=num_rows),
-            skip_compiled=True,
-        )
-        with context, self.priorities.set_priority():
-            positions, embeds = self.row_positions[:num_rows], self.embeds[:num_rows]
-            return self.model(input_ids=None, positions=positions, inputs_embeds=embeds)
+        forward = partial(self.model, input_ids=None, inputs_embeds=self.embeds[:num_rows])
+        return self._run_pass(num_rows, lambda positions: forward(positions=positions))
 
-    def _profile_memory(self) -> None:
+    def _warm_up(self) -> None:
         self.metadata, self.writes.source, self.gate.rows = None, None, self.row_index[: self.plan.max_rows]
         hidden = self._run_model(len(self.embeds))
         drafted = max((bucket.max_batch for bucket in self.plan.buckets), default=0) * self.num_speculative_steps
@@ -343,8 +277,7 @@ class PtpSpeculator(DraftModelSpeculator):
         best = logits.argmax(dim=-1)
         if not reads_u(self.head):
             return best
-        u = self._compute_u(keys, slots).flatten()
-        picked = draft_tokens(self.head, logits.flatten(0, 1), u).view_as(best)
+        picked = draft_tokens(self.head, logits.flatten(0, 1), self._compute_u(keys, slots).flatten()).view_as(best)
         return torch.where(self._is_greedy(slots)[:, None], best, picked)
 
     def _sample_sequential(self, hidden: Tensor, first: Tensor, keys: Tensor, slots: Tensor) -> Tensor:
