@@ -35,6 +35,6 @@ def test_a_family_of_the_table_is_read_by_it(monkeypatch, tmp_path: Path):
 
 class Third:
     @staticmethod
-    def read(file: Path) -> str:
-        assert file.name == "config.json"
+    def parse(values: dict[str, str], source: str) -> str:
+        assert values == {"speculators_model_type": "third"} and source.endswith("config.json")
         return "read by the third"

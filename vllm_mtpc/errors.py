@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 from pydantic import BaseModel, ValidationError
 
+Model = TypeVar("Model", bound=BaseModel)
 _EXCEPTION = re.compile(r"(?:\(.*?\) |ERROR .*?\] )?[\w.]*(?:Error|Exception|Interrupt|Exit)\b")  # in logs
 
 
@@ -77,6 +78,14 @@ SETUP = "scripts/setup.sh in the checkout of vllm_mtpc: it makes .venv with vLLM
 def install(extra: str) -> str:
     """Return the command that installs an extra of this package, which is on no package index."""
     return f"pip install '.[{extra}]' in the checkout of vllm_mtpc"
+
+
+def validate(model: type[Model], values: Any, kind: type[MtpcError], place: str = "", remedy: str = "") -> Model:
+    """Return `values` as a `model`; raises `kind`, in one line from `place` to `remedy`."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise kind(f"{place}{one_line(error, model)}{remedy}") from None
 
 
 def one_line(error: ValidationError, allowed: list[str] | type[BaseModel]) -> str:

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from vllm_mtpc.checkpoint.convert.drafter_config import read_drafter
+from vllm_mtpc.checkpoint.convert.drafter import read_drafter
 from vllm_mtpc.checkpoint.convert.source import target_config
 from vllm_mtpc.cli import guard
 from vllm_mtpc.files import read_json

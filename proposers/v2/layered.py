@@ -24,7 +24,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-from vllm_mtpc.checkpoint.load import load_adapters
+from vllm_mtpc.checkpoint.load import read_adapters
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.proposers.heads.load import kept
 from vllm_mtpc.proposers.v2.lora import Gate, Replace, copy_adapted, copy_modules, prepare_adapters
@@ -51,7 +51,8 @@ class DraftLayers(nn.Module):
 def load_draft_layers(target: nn.Module, vllm_config: VllmConfig, device: torch.device) -> DraftLayers:
     """Load the draft layers of a head on vLLM's target; CheckpointError: they are not of its last layers."""
     spec = vllm_config.speculative_config
-    info = load_adapters(Path(spec.model_folder), spec.head, vllm_config.model_config.dtype, device)
+    info = read_adapters(Path(spec.model_folder), spec.head)
+    lora = {name: value.to(device, vllm_config.model_config.dtype) for name, value in info.tensors.items()}
     layers, names = target.model.layers, vllm_config.compilation_config.static_forward_context
     if info.layers != list(range(len(layers)))[-spec.head.lora_layers :]:
         reason = f"of a target with {len(layers)}: allowed are the last ones; use a head of this target"
@@ -70,7 +71,7 @@ def load_draft_layers(target: nn.Module, vllm_config: VllmConfig, device: torch.
         return twin
 
     modules = {f"model.layers.{index}": layers[index] for index in info.layers} | {"model.norm": target.model.norm}
-    *copies, norm = copy_adapted(target, modules, info.tensors, info.alpha / info.rank, Gate(), copy_attention)
+    *copies, norm = copy_adapted(target, modules, lora, info.alpha / info.rank, Gate(), copy_attention)
     return DraftLayers(info.layers[0], copies, norm)
 
 
@@ -87,8 +88,9 @@ class LayeredSpeculator(MtpcSpeculator):
     @torch.inference_mode()
     def prepared(self, made: Any, target_model: nn.Module) -> Callable[[], None]:
         activate_head = super().prepared(made, target_model)
-        info = load_adapters(Path(made.model_folder), made.head, self.dtype, self.device)
-        copy_adapters = prepare_adapters(self.layers, dict(info.tensors), info.alpha / info.rank, target_model)
+        info = read_adapters(Path(made.model_folder), made.head)
+        lora = {name: value.to(self.device, self.dtype) for name, value in info.tensors.items()}
+        copy_adapters = prepare_adapters(self.layers, lora, info.alpha / info.rank, target_model)
 
         def activate() -> None:
             activate_head()

@@ -66,7 +66,7 @@ PTP_CONFIGS = [
 def test_created_config_is_read_back_equal(tmp_path, kind, settings):
     config = create(kind, trained_temperature=0.7, trained_top_k=40, trained_top_p=0.9, **settings)
     (tmp_path / "config.json").write_text(config.to_json())
-    assert type(config).read(tmp_path / "config.json") == config
+    assert read_config(tmp_path) == config
 
 
 # The schema of speculators 0.9.0, copied from its published fields. The package is not a requirement of the tests: it

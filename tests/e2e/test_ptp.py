@@ -17,8 +17,8 @@ from torch import Tensor
 
 from tests.support.engine import Call, Engine, Reply, ask, build, run
 from tests.support.models import make_ptp_head, make_target
+from vllm_mtpc.checkpoint import read_config
 from vllm_mtpc.checkpoint.ptp_head import load_student
-from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.eval.ptp_acceptance import draft, draft_rows
 from vllm_mtpc.hf import load_target
 from vllm_mtpc.kernels.uniform import uniform
@@ -64,7 +64,7 @@ def engine(
 ) -> Engine:
     arguments = dict(SMALL)
     if spec.pop("few_blocks", False):  # for one and a half of the longest requests
-        reserved = merged_plan(PtpConfig.read(folder / head / "config.json"), 3, SMALL["max_num_seqs"], 16)
+        reserved = merged_plan(read_config(folder / head), 3, SMALL["max_num_seqs"], 16)
         arguments["num_gpu_blocks_override"] = reserved.num_blocks(SMALL["block_size"]) + 5
     return build(folder, head, calls, injected, {"method": "ptp", "draft_pass": "merged", **spec}, **arguments)
 

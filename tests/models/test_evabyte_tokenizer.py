@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tests.support.evabyte_reference import SIZES
-from vllm_mtpc.config.evabyte import EvaByteConfig, check_config
+from vllm_mtpc.config.byte_targets import EvaByteConfig, check_evabyte
 from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.hf.bytes.tokenizer import SPECIAL_TOKENS, build_tokenizer
 
@@ -68,7 +68,7 @@ def test_chat_template_renders_turns() -> None:
 
 def test_unsupported_config_is_refused() -> None:
     config = EvaByteConfig.from_dict(SIZES)
-    check_config(config)
+    check_evabyte(config)
     assert config.rope_parameters["rope_theta"] == SIZES["rope_theta"]
     assert (config.window_size, config.chunk_size, config.eos_token_id) == (32, 4, EOT)
     for change, named in (
@@ -78,4 +78,4 @@ def test_unsupported_config_is_refused() -> None:
         ({"norm_add_unit_offset": False}, "norm_add_unit_offset=False"),
     ):
         with pytest.raises(ServeConfigError, match=named):
-            check_config(EvaByteConfig.from_dict(SIZES | change))
+            check_evabyte(EvaByteConfig.from_dict(SIZES | change))

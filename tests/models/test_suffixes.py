@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.byte_llama_reference import LONGEST, SPECIAL, VOCAB, Reference, make_table, make_texts
-from vllm_mtpc.config.byte_llama import ByteLlamaConfig, check_config, known_ids
+from vllm_mtpc.config.byte_targets import ByteLlamaConfig, check_byte_llama, known_ids
 from vllm_mtpc.errors import CheckpointError, ServeConfigError
 from vllm_mtpc.kernels.suffixes import ABSENT, SuffixTable, read_table
 
@@ -46,11 +46,11 @@ def test_invalid_table_or_config_is_refused() -> None:
         with pytest.raises(CheckpointError, match="restore config"):
             read_table(entry)
     with pytest.raises(ServeConfigError, match="plain Llama"):
-        check_config(ByteLlamaConfig(vocab_size=VOCAB))
+        check_byte_llama(ByteLlamaConfig(vocab_size=VOCAB))
     expanding = {"expand_input_ids": True, "expand_input_ids_maxlen": 16, "expand_input_ids_vocab_size": 9}
-    check_config(ByteLlamaConfig(vocab_size=VOCAB, **expanding))
+    check_byte_llama(ByteLlamaConfig(vocab_size=VOCAB, **expanding))
     with pytest.raises(ServeConfigError, match="add_qk_norm"):
-        check_config(ByteLlamaConfig(vocab_size=VOCAB, add_qk_norm=True, **expanding))
+        check_byte_llama(ByteLlamaConfig(vocab_size=VOCAB, add_qk_norm=True, **expanding))
 
 
 def test_config_drops_the_table_and_stale_ids() -> None:

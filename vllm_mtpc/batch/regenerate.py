@@ -19,14 +19,12 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
 from vllm_mtpc.batch.lines import differing, digest
 from vllm_mtpc.batch.options import RegenerateOptions
 from vllm_mtpc.engine.options import serve_arguments
 from vllm_mtpc.engine.served import OWN_SAMPLING
 from vllm_mtpc.engine.server import run_server
-from vllm_mtpc.errors import SETUP, EngineFailed, UsageError, one_line
+from vllm_mtpc.errors import SETUP, EngineFailed, UsageError, validate
 from vllm_mtpc.files import read_json, replace_file
 from vllm_mtpc.flags import add_flags, typed
 from vllm_mtpc.progress import Bar
@@ -45,10 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        options = RegenerateOptions.model_validate(typed(args, RegenerateOptions))
-    except ValidationError as error:
-        raise UsageError(f"regenerate: {one_line(error, RegenerateOptions)}") from None
+    options = validate(RegenerateOptions, typed(args, RegenerateOptions), UsageError, "regenerate: ")
     print(f"responses: {regenerate(options)}")
     return 0
 

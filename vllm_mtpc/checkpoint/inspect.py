@@ -88,11 +88,9 @@ def measured_acceptance(folder: Path) -> dict[str, list[float]]:
         found = {key: metrics[key]["per_position"] for key in ("t1", "t0") if key in metrics}
     except (CheckpointError, KeyError, TypeError):
         return {}
-    return {key: values for key, values in found.items() if isinstance(values, list) and values and _are_shares(values)}
-
-
-def _are_shares(values: list[Any]) -> bool:
-    return all(isinstance(value, (int, float)) and 0 <= value <= 1 for value in values)
+    lists = {key: values for key, values in found.items() if isinstance(values, list) and values}
+    are_shares = {key: all(isinstance(p, (int, float)) and 0 <= p <= 1 for p in lists[key]) for key in lists}
+    return {key: values for key, values in lists.items() if are_shares[key]}
 
 
 def rows_of(report: Report) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Read a head folder and the adapters of its draft layers. A head is loaded whole, or refused with its first problem.
+"""Read a head folder whole, or refuse it with its first problem; read single tensors of a model's folder.
 
 Adapters are PEFT's files (see `vllm_mtpc.heads.adapters`); PTP heads have them on every layer of the target.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from vllm_mtpc.checkpoint.locate import (
@@ -25,15 +25,16 @@ from vllm_mtpc.checkpoint.locate import (
 )
 from vllm_mtpc.config.base import AnyHeadConfig
 from vllm_mtpc.config.mtpc_config import HeadConfig
-from vllm_mtpc.errors import CheckpointError, one_line
+from vllm_mtpc.errors import CheckpointError, validate
 from vllm_mtpc.families import FAMILIES
-from vllm_mtpc.files import open_tensors, read_json
+from vllm_mtpc.files import MAX_INDEX, MAX_NAME, check_lengths, open_tensors, read_json
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.adapters import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, MODULES, Adapters
 from vllm_mtpc.heads.base import Head
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 ADAPTER_FILES = (ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE)
+INDEX_FILE = "model.safetensors.index.json"  # of a model's folder with several weight files
 # Metadata of the head's weight file. It detects a save that was interrupted between the files of one head.
 ADAPTER_DIGEST = "adapter_sha256"
 WRITES_HIDDEN = ("o_proj", "down_proj")  # B [out, r] of these has the hidden size; A [r, in] of all others
@@ -62,7 +63,7 @@ def read_config(folder: Path) -> AnyHeadConfig:
     if not file_exists(folder, CONFIG_FILE):
         raise CheckpointError(f"{folder} has no {CONFIG_FILE}; name a head folder, not a target or its parent")
     method = head_method(folder) or next(iter(FAMILIES))  # the first family's config rejects an unknown method
-    return FAMILIES[method].config.read(folder / CONFIG_FILE)
+    return FAMILIES[method].config.parse(read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE))
 
 
 def read_circuit_config(folder: Path) -> HeadConfig:
@@ -90,7 +91,7 @@ def check_tensors(folder: Path, config: AnyHeadConfig) -> Adapters | None:
 def check_head(folder: Path, config: HeadConfig) -> Adapters | None:
     """`check_tensors` of an MtPC head."""
     _read_head_tensors(folder, config)
-    return load_adapters(folder, config) if config.lora_layers else None
+    return read_adapters(folder, config) if config.lora_layers else None
 
 
 def load_head(
@@ -110,7 +111,7 @@ def load_head(
     config = read_circuit_config(folder)
     tensors = _read_head_tensors(folder, config)
     if config.lora_layers:
-        load_adapters(folder, config)
+        read_adapters(folder, config)
     with torch.device("meta"):
         head = build_head(config)
     head.load_state_dict({name: tensor.to(device, dtype) for name, tensor in tensors.items()}, assign=True)
@@ -171,14 +172,6 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def load_adapters(
-    folder: Path, config: HeadConfig, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-) -> Adapters:
-    """Load the LoRA adapters of a head's draft layers; raises CheckpointError as `read_adapters`."""
-    adapters = read_adapters(folder, config)
-    return adapters._replace(tensors={name: value.to(device, dtype) for name, value in adapters.tensors.items()})
-
-
 def read_adapters(folder: Path, config: AnyHeadConfig) -> Adapters:
     """Read PEFT's files of a head: A [rank, in] and B [out, rank] of each module of a PTP head's, or draft layers.
 
@@ -190,10 +183,7 @@ def read_adapters(folder: Path, config: AnyHeadConfig) -> Adapters:
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder} has no {name}, which this head needs; copy the whole folder again")
     settings, file = folder / ADAPTER_CONFIG_FILE, folder / ADAPTER_WEIGHTS_FILE
-    try:
-        peft = AdapterConfig.model_validate(read_json(settings))
-    except ValidationError as error:
-        raise CheckpointError(f"{settings}: {one_line(error, AdapterConfig)}; save the head again") from None
+    peft = validate(AdapterConfig, read_json(settings), CheckpointError, f"{settings}: ", "; save the head again")
     given, total = peft.layers_to_transform, config.transformer_layer_config.get("num_hidden_layers")
     end = total or (given[-1] + 1 if given else 0)
     layers = list(range(0 if count is None else end - count, end))
@@ -236,3 +226,39 @@ def module_names(names: Iterable[str]) -> list[str]:
     """Return the adapted modules, as PEFT's `target_modules` lists them, of tensors with these names."""
     matches = map(_ADAPTER.fullmatch, names)
     return sorted({match[1].rpartition(".")[2] for match in matches if match})
+
+
+class Shards:
+    """The tensors of a model's folder; raises CheckpointError without a readable file or index with plain names.
+
+    Attributes:
+        files: The file of each tensor.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, index = folder, folder / INDEX_FILE
+        if not index.exists():
+            with open_tensors(folder / WEIGHTS_FILE) as handle:
+                self.files = dict.fromkeys(handle.keys(), folder / WEIGHTS_FILE)
+            return
+        named = read_json(index, MAX_INDEX).get("weight_map")
+        if not isinstance(named, dict) or not named:
+            raise CheckpointError(f"{index}: has no weight_map; copy the folder again")
+        for tensor, name in named.items():
+            if not isinstance(name, str) or Path(name).name != name or not name.isprintable() or len(name) > MAX_NAME:
+                reason = f"weight_map has {name!r} for {tensor}; allowed: the name of a file next to it"
+                raise CheckpointError(f"{index}: {reason}; copy the folder again")
+        self.files = {tensor: folder / name for tensor, name in named.items()}
+        check_lengths(index, self.files)
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor, memory-mapped; raises CheckpointError unless it exists and all its values are finite."""
+        if name not in self.files:
+            raise CheckpointError(f"{self.folder}: tensor(s) missing: {name}; copy it whole, or name another model")
+        with open_tensors(self.files[name]) as handle:  # raises for a name that only the index has
+            return check_values(self.files[name], name, handle.get_tensor(name))
+
+    def find_suffix(self, end: str) -> str | None:
+        """Return the only tensor named `end` or `PREFIX.end`, None if there is no such tensor or several."""
+        found = [name for name in self.files if name == end or name.endswith(f".{end}")]
+        return found[0] if len(found) == 1 else None

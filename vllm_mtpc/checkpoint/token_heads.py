@@ -39,9 +39,9 @@ def write_token_heads(name: str, out: Path) -> HeadConfig:
 
     Raises CheckpointError for a target with fewer than two.
     """
+    from vllm_mtpc.checkpoint.load import Shards
     from vllm_mtpc.checkpoint.metadata import converted_card
     from vllm_mtpc.checkpoint.save import save_head
-    from vllm_mtpc.checkpoint.shards import Shards
 
     check_out(out)
     folder = Path(name) if Path(name).is_dir() else download(name, "target")

@@ -7,37 +7,25 @@ number of drafts. Fields have no defaults on disk; unknown keys are errors.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from vllm_mtpc.errors import HeadConfigError, one_line
-from vllm_mtpc.files import read_json
+from vllm_mtpc.errors import HeadConfigError, validate
 
 if TYPE_CHECKING:
     from typing import Self
 
 FORMAT_VERSION = 2
 SPECULATORS_VERSION = "0.9.0"  # of the package whose schema the file follows
-# Larger than any model. They bound the sizes of a damaged config, which is then rejected by its shapes.
-MAX_VOCAB_SIZE = 2**22
+# Larger than any model, as all bounds here. They bound a damaged config, which is then rejected by its shapes.
 MAX_HIDDEN_SIZE = 2**17
-MAX_LAYERS = 4096  # of a target
-MAX_SIZE = 2**31  # of any other number of a target's config
 MAX_LIST = 16  # entries of a list
-MAX_TEXT = 1024  # characters of a name or path
 
 # The keys of a target's config that are copied into its head's.
 TARGET_KEYS = (
-    "model_type",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
-    "vocab_size",
+    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "max_position_embeddings", "vocab_size"),
 )
 
 
@@ -56,9 +44,7 @@ class Verifier(_Strict):
     """The target by speculators' name."""
 
     name_or_path: str = Field(
-        min_length=1,
-        max_length=MAX_TEXT,
-        description="The target: a hub name, or a path relative to the head's folder.",
+        min_length=1, max_length=1024, description="The target: a hub name, or a path relative to the head's folder."
     )
     architectures: list[str] = Field(max_length=MAX_LIST, description="The target's model classes.")
 
@@ -93,7 +79,7 @@ class AnyHeadConfig(_Strict):
     transformer_layer_config: dict[str, Any] = Field(description="Sizes of the target, from its own config.")
     format_version: int = Field(description="Version of this format.")
     window: int = Field(ge=2, description="n, tokens of a window, x_1 included.")
-    vocab_size: int = Field(ge=1, le=MAX_VOCAB_SIZE, description="V, size of the target's vocabulary.")
+    vocab_size: int = Field(ge=1, le=2**22, description="V, size of the target's vocabulary.")
     hidden_size: int = Field(ge=1, le=MAX_HIDDEN_SIZE, description="D, width of the hidden state.")
     trained_temperature: float = Field(gt=0, allow_inf_nan=False, description="Temperature of the training text.")
     trained_top_k: int = Field(ge=0, description="Top-k of that text; 0: off.")
@@ -114,7 +100,7 @@ class AnyHeadConfig(_Strict):
         for key, size in value.items():
             if key not in TARGET_KEYS:
                 raise ValueError(f"unknown {key!r}; allowed: {', '.join(TARGET_KEYS)}; remove it")
-            most = MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
+            most = 4096 if key == "num_hidden_layers" else 2**31
             if not (isinstance(size, str) if key == "model_type" else type(size) is int and 1 <= size <= most):
                 allowed = "a name" if key == "model_type" else f"1 to {most}"
                 raise ValueError(f"{key} = {size!r}; allowed: {allowed}; write the target's own")
@@ -206,15 +192,7 @@ class AnyHeadConfig(_Strict):
             raise HeadConfigError(
                 f"{source}: not a head's config (key 'speculators_model_type' is missing); name a head folder"
             )
-        try:
-            return cls.model_validate(cls._upgraded(values))
-        except ValidationError as error:
-            raise HeadConfigError(f"{source}: {one_line(error, cls)}") from None
-
-    @classmethod
-    def read(cls, file: Path) -> Self:
-        """Read and validate a `config.json`. Raises CheckpointError or HeadConfigError."""
-        return cls.parse(read_json(file), str(file))
+        return validate(cls, cls._upgraded(values), HeadConfigError, f"{source}: ")
 
     @classmethod
     def _upgraded(cls, values: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@
     states:                            norm(queries after the last layer), [n, D]
 
 As in DFlash, one pass over a block reads the target's states as keys and values; here a circuit follows. Its leaves are
-the target's own lm_head on the states (`components.py`); its sums are linear in the state of the first query. x_1 is
+the target's own lm_head on the states (`shared.py`); its sums are linear in the state of the first query. x_1 is
 given, so its leaf is the same for every component. `sample_from_anchor` (DSpark's layout): n - 1 queries
 [x_1, n - 2 masks], each for the *next* token: states [n - 1, D].
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads.base import INIT_STD
-from vllm_mtpc.heads.components import BorrowedLmHead
+from vllm_mtpc.heads.shared import BorrowedLmHead
 
 KeysValues = tuple[Tensor, Tensor]  # [B, kv heads, S, head_dim] each
 CONTEXT_PER_QUERY = 4  # minimum keys of context per query of a pass

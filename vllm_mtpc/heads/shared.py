@@ -1,23 +1,103 @@
-"""Shared head: a small expander per position and component in front of the target's own lm_head.
+"""Leaves that read the target's own lm_head; the shared head has a small expander per position and component before it.
 
 state[k, z] = h + U[k, z] silu(P[k] h)      leaf[k, z, :] = log_softmax(lm_head(state[k, z]))
 
 P [n, m, D] projects to m = expander_rank numbers per position, U [n, r, D, m] back to D per component; U starts as
 small noise. With V = 128,256, D = 4096, n = r = 8 and m = 64 these are 18.9M parameters, of a linear head 33.6 billion,
-so subword vocabularies need this head. The lm_head is multiplied with n*r states of each request, with component_rank
-with n: U is [n, 1, D, m], and components are added after the lm_head (components.py).
+so subword vocabularies need this head. The lm_head is multiplied with n*r states of each request.
+
+Components may also be low-rank differences over one row of the lm_head per position; then U is [n, 1, D, m]:
+
+base[k] = lm_head(s_k)        leaf[k, z, :] = log_softmax(base[k] + (A[k, z] s_k) B[k])
+
+s_k [D] is the state that lm_head reads at position k; A [n, r, R_c, D]: `component_in`; B [n, R_c, V]: `component_out`.
+A position costs one row of the lm_head and r R_c V more products; components with separate states cost r rows, r D V.
+
+B starts as small noise and A at the size of the state: leaves start near the base, and both have a gradient.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads.base import INIT_STD, Head
-from vllm_mtpc.heads.components import BorrowedLmHead
+from vllm_mtpc.kernels import leaf
+from vllm_mtpc.kernels.shard import Shard
+
+
+class BorrowedLmHead(Head):
+    """A head whose leaves are the target's lm_head on `states`. The lm_head is bound, neither trained nor saved."""
+
+    needs_lm_head = True
+
+    def add_components(self, rank: int) -> None:
+        """Create component_in [n, r, R_c, D] and component_out [n, R_c, V] for a rank above 0."""
+        self.component_rank = rank
+        self._lm_head: tuple[Callable[[Tensor], Tensor], ...] = ()  # in a tuple: neither submodule nor parameter
+        if rank:
+            n, r = self.circuit.window, self.circuit.num_components
+            self.component_in = nn.Parameter(torch.empty(n, r, rank, self.hidden_size))
+            self.component_out = nn.Parameter(torch.empty(n, rank, self.vocab_size))
+            self.component_dims = {**Head.component_dims, "component_in": (1,)}  # type: ignore[misc]
+            self.noise_in = "component_in"  # type: ignore[misc]
+
+    def reset_components(self) -> None:
+        """Initialise the components from torch's own generator."""
+        if self.component_rank:
+            self.component_in.normal_().mul_(self.hidden_size**-0.5)  # keeps the size of the state
+            self.component_out.normal_().mul_(INIT_STD)
+
+    @abstractmethod
+    def states(self, prepared: Tensor, start: int, stop: int) -> Tensor:
+        """Return the inputs of lm_head at positions start to stop - 1: [B, k, r, D], or [B, k, 1, D] with a rank."""
+
+    def bind_lm_head(self, logits: Callable[[Tensor], Tensor], shard: Shard | None = None) -> None:
+        """Set the target's lm_head: hidden [..., D] of any float dtype -> logits [..., V], or [..., shard.rows]."""
+        self._lm_head, self.leaf_shard = (logits,), shard
+        if shard is not None and self.component_rank:
+            own = self.component_out.detach()[..., shard.start : shard.stop]
+            own = F.pad(own, (0, shard.rows - own.shape[-1]))
+            self.component_out = nn.Parameter(own, requires_grad=False)
+
+    def lm_head(self, states: Tensor) -> Tensor:
+        """Return the target's logits [..., V] of states [..., D].
+
+        Raises:
+            HeadConfigError: no lm_head is bound.
+        """
+        if not self._lm_head:
+            raise HeadConfigError(
+                f"{type(self).__name__} reads the target's lm_head and none is bound; "
+                "call head.bind_lm_head(target.logits)"
+            )
+        return self._lm_head[0](states)
+
+    def unembed(self, prepared: Tensor, start: int, stop: int) -> Tensor:
+        """As in Head, by `lm_head`."""
+        states = self.states(prepared, start, stop)
+        base = self.lm_head(states)  # [B, k, r or 1, V]
+        if not self.component_rank:
+            return base
+        positions = slice(start, start + states.shape[1])
+        return add_components(
+            base[:, :, 0], states[:, :, 0], self.component_in[positions], self.component_out[positions]
+        )
+
+    def draft_leaves(self, prepared: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
+        """As in Head; with a shard the logits are this rank's columns [B, K, r, rows]."""
+        shard = self.leaf_shard
+        if shard is None:
+            return super().draft_leaves(prepared, first, num_drafts)
+        logits = self.unembed(prepared, 0, num_drafts + 1)
+        own = logits[:, 0, :, : shard.stop - shard.start]
+        return shard.evidence(leaf.terms_of(own, first - shard.start)), logits[:, 1:]
 
 
 class SharedHead(BorrowedLmHead):
@@ -46,3 +126,21 @@ class SharedHead(BorrowedLmHead):
         low = F.silu(down).view(prepared.shape[0], stop - start, -1)  # [B, k, m]
         change = torch.einsum("bkm,kzdm->bkzd", low, self.up_weight[start:stop])
         return prepared[:, None, None] + change
+
+
+def add_components(base: Tensor, states: Tensor, component_in: Tensor, component_out: Tensor) -> Tensor:
+    """Return base[k] + (A[k, z] s_k) B[k] for all components z.
+
+    Args:
+        base: [B, k, V], logits of the lm_head.
+        states: [B, k, D], s.
+        component_in: [k, r, R_c, D], A.
+        component_out: [k, R_c, V], B.
+
+    Returns:
+        [B, k, r, V], in the dtype of base.
+    """
+    batch, (positions, r) = len(states), component_in.shape[:2]
+    low = torch.einsum("bkd,kzcd->kbzc", states, component_in).flatten(1, 2)  # [k, B r, R_c]: one product per position
+    terms = torch.bmm(low, component_out).view(positions, batch, r, -1).transpose(0, 1)
+    return terms.to(base.dtype).add_(base[:, :, None])  # in place: both are large

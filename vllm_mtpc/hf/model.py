@@ -20,7 +20,6 @@ from vllm_mtpc.errors import UsageError, first_line
 from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.base import Head
 from vllm_mtpc.hf.attention import IMPLEMENTATIONS, choose_attention, packed_arguments
-from vllm_mtpc.hf.bytes import register
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -156,9 +155,14 @@ def load_target(
 
 def target_config(name: str | Path) -> Any:
     """Return the whole config of a target. Raises UsageError where transformers cannot read one."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    register()
+    from vllm_mtpc.hf.bytes.byte_llama import ByteLlamaForCausalLM
+    from vllm_mtpc.hf.bytes.evabyte import EvaByteForCausalLM
+
+    for model in (ByteLlamaForCausalLM, EvaByteForCausalLM):
+        AutoConfig.register(model.config_class.model_type, model.config_class, exist_ok=True)
+        AutoModelForCausalLM.register(model.config_class, model, exist_ok=True)
     with _reading(name, "no config that transformers can read", "a causal language model"):
         return AutoConfig.from_pretrained(name, **NO_REMOTE_CODE)
 

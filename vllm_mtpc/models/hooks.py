@@ -9,7 +9,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 
-from vllm_mtpc.config import byte_llama, evabyte
+from vllm_mtpc.config.byte_targets import check_byte_llama, check_evabyte
 from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.models.evabyte.attend import BLOCK
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class ByteLlamaHook(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_model_config(model_config: ModelConfig) -> None:
-        byte_llama.check_config(model_config.hf_config)
+        check_byte_llama(model_config.hf_config)
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
@@ -36,7 +36,7 @@ class EvaByteHook(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_model_config(model_config: ModelConfig) -> None:
         """Refuse variants that are not implemented; use this package's tokenizer unless the user names another one."""
-        evabyte.check_config(model_config.hf_config)
+        check_evabyte(model_config.hf_config)
         if model_config.tokenizer_mode == "auto" and model_config.tokenizer == model_config.model:
             model_config.tokenizer_mode = "evabyte"
 

@@ -21,7 +21,7 @@ def try_get_generation_config(original: Callable[..., Any], self: Any) -> dict[s
     values = original(self)
     if getattr(self.hf_config, "model_type", None) != "tpu_llama":
         return values
-    from vllm_mtpc.config.byte_llama import known_ids
+    from vllm_mtpc.config.byte_targets import known_ids
 
     ids = {"bos_token_id", "eos_token_id", "pad_token_id"} & values.keys()
     return values | {name: known_ids(values[name], self.hf_config.vocab_size) for name in ids}
@@ -58,8 +58,7 @@ def _models() -> None:
 def _configs() -> None:
     from vllm.transformers_utils import config as module
 
-    from vllm_mtpc.config.byte_llama import ByteLlamaConfig
-    from vllm_mtpc.config.evabyte import EvaByteConfig
+    from vllm_mtpc.config.byte_targets import ByteLlamaConfig, EvaByteConfig
 
     for config in (ByteLlamaConfig, EvaByteConfig):
         module._CONFIG_REGISTRY[config.model_type] = config

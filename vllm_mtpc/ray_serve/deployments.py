@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import ray
 from prometheus_client import CONTENT_TYPE_LATEST, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from pydantic import ValidationError
 from ray import serve
 from ray.exceptions import ObjectLostError, RayActorError, WorkerCrashedError
 from ray.serve.config import AutoscalingConfig
@@ -35,7 +34,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from vllm_mtpc.engine.server import PROGRAM, EngineGone, VllmServer
-from vllm_mtpc.errors import EngineFailed, UsageError, first_line, one_line
+from vllm_mtpc.errors import EngineFailed, UsageError, first_line, validate
 from vllm_mtpc.ray_serve.options import ServeOptions
 
 logger = logging.getLogger("ray.serve")
@@ -226,10 +225,7 @@ def _scale(options: ServeOptions) -> dict[str, Any]:
     if unknown := ", ".join(sorted(options.autoscaling.keys() - AutoscalingConfig.model_fields.keys())):
         allowed = ", ".join(sorted(AutoscalingConfig.model_fields))
         raise UsageError(f"autoscaling: unknown key {unknown}; allowed: {allowed}")
-    try:
-        return {"autoscaling_config": AutoscalingConfig.model_validate(config)}
-    except ValidationError as error:
-        raise UsageError(f"autoscaling: {one_line(error, AutoscalingConfig)}") from None
+    return {"autoscaling_config": validate(AutoscalingConfig, config, UsageError, "autoscaling: ")}
 
 
 async def _next(parts: Any, deadline: float) -> Any:

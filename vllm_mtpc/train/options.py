@@ -6,11 +6,11 @@ import warnings
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from vllm_mtpc.circuits import CIRCUITS, circuit_class
 from vllm_mtpc.data.sources import is_path
-from vllm_mtpc.errors import UsageError, one_line
+from vllm_mtpc.errors import UsageError, validate
 from vllm_mtpc.families import FAMILIES
 from vllm_mtpc.heads import option_fields
 
@@ -175,7 +175,4 @@ def _trainer(head: Any) -> Any:
 
 def parse(values: dict[str, Any], source: str = "options") -> TrainOptions:
     """Return validated options; raises UsageError."""
-    try:
-        return TrainOptions.model_validate(values)
-    except ValidationError as error:
-        raise UsageError(f"{source}: {one_line(error, TrainOptions)}") from None
+    return validate(TrainOptions, values, UsageError, f"{source}: ")

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
 from vllm_mtpc.checkpoint.convert.source import ConvertOptions, find_checkpoint, load_tensors
 from vllm_mtpc.checkpoint.locate import check_out
-from vllm_mtpc.errors import CheckpointError, one_line
+from vllm_mtpc.errors import CheckpointError, validate
 from vllm_mtpc.flags import add_flags, typed
 
 if TYPE_CHECKING:
@@ -30,10 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
-    try:
-        options = ConvertOptions.model_validate(typed(args, ConvertOptions))
-    except ValidationError as error:
-        raise CheckpointError(one_line(error, ConvertOptions)) from None
+    options = validate(ConvertOptions, typed(args, ConvertOptions), CheckpointError)
     print(f"head: {options.out} ({convert(options)})")
     return 0
 

@@ -19,10 +19,10 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from vllm_mtpc.checkpoint.convert import source
@@ -32,7 +32,7 @@ from vllm_mtpc.checkpoint.locate import verifier_name
 from vllm_mtpc.checkpoint.metadata import converted_card
 from vllm_mtpc.checkpoint.save import save_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
-from vllm_mtpc.errors import CheckpointError, one_line, printable
+from vllm_mtpc.errors import CheckpointError, Model, printable, validate
 from vllm_mtpc.files import check_lengths, read_yaml
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.adapters import ALLOWED_LAYERS, Adapters
@@ -50,7 +50,6 @@ MAX_REFERENCES = 8  # from one to the next
 IGNORED = {"_target_", "vocab_size", "contextual_hmm_weights", "share_sum_weights", "expander_hidden_size", "n_embd"}
 IGNORED |= {"expander_n_layer", "expander_use_skip", "freeze_vocab_unembedding", "transformer_n_head"}
 IGNORED |= {"lora_dropout", "target_modules"}
-Model = TypeVar("Model", bound=BaseModel)
 
 
 class _Section(BaseModel):
@@ -147,10 +146,7 @@ def read_section(file: Path, settings: Mapping[str, Any], path: str, model: type
     if isinstance(node, dict):
         values = {str(key): resolve(settings, value) for key, value in node.items()}
         node = {key: value for key, value in values.items() if value is not None and key not in IGNORED}
-    try:
-        return model.model_validate(node)
-    except ValidationError as error:
-        raise CheckpointError(f"{file}: {path}: {one_line(error, model)}; convert another head") from None
+    return validate(model, node, CheckpointError, f"{file}: {path}: ", "; convert another head")
 
 
 def sort_tensors(path: Path, state: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

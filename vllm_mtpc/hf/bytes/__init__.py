@@ -1,21 +1,31 @@
-"""Byte-level targets that transformers does not have: EvaByte and Byte-Llama.
+"""Byte-level targets that transformers does not have, EvaByte and Byte-Llama, for training and evaluation.
 
-Training and evaluation use these models; vLLM serves `vllm_mtpc.models`. Code in a model's repository is never run.
+vLLM serves `vllm_mtpc.models`. Here: the token ids and positions that both store on transformers' key-value cache.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
 
 
-@cache
-def register() -> None:
-    """Register both models with transformers' Auto classes."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def append_cached(cache: Any, name: str, new: Tensor) -> Tensor:
+    """Append `new`[B, m] to the values stored as `name` on the cache, and return all of them, [B, past + m].
 
-    from vllm_mtpc.hf.bytes.byte_llama import ByteLlamaForCausalLM
-    from vllm_mtpc.hf.bytes.evabyte import EvaByteForCausalLM
+    Values of tokens that were cropped from the cache are dropped. Without a cache nothing is stored.
+    """
+    if cache is None:
+        return new
+    kept = getattr(cache, name, None)
+    if kept is not None:
+        new = torch.cat([kept[:, : cache.get_seq_length()], new], 1)
+    setattr(cache, name, new)
+    return new
 
-    for model in (ByteLlamaForCausalLM, EvaByteForCausalLM):
-        AutoConfig.register(model.config_class.model_type, model.config_class, exist_ok=True)
-        AutoModelForCausalLM.register(model.config_class, model, exist_ok=True)
+
+def positions_of(tokens: Tensor, cache: Any) -> Tensor:
+    """Return the default positions [B, m] of tokens[B, m, ...] after the cached ones."""
+    past = 0 if cache is None else cache.get_seq_length()
+    return torch.arange(past, past + tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, LlamaModel, PretrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from vllm_mtpc.config.byte_llama import TABLE, ByteLlamaConfig, check_config
+from vllm_mtpc.config.byte_targets import TABLE, ByteLlamaConfig, check_byte_llama
 from vllm_mtpc.errors import CheckpointError
-from vllm_mtpc.hf.bytes.past import append_cached, positions_of
+from vllm_mtpc.hf.bytes import append_cached, positions_of
 from vllm_mtpc.kernels.suffixes import ABSENT, SuffixTable, read_table
 
 
@@ -25,7 +25,7 @@ class ByteLlamaModel(LlamaModel):
     config_class = ByteLlamaConfig
 
     def __init__(self, config: ByteLlamaConfig) -> None:
-        check_config(config)
+        check_byte_llama(config)
         super().__init__(config)
         self.expand_embed_tokens = nn.Embedding(config.expand_input_ids_vocab_size, config.hidden_size)
 

@@ -20,8 +20,8 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.mistral.modeling_mistral import MistralMLP
 
-from vllm_mtpc.config.evabyte import EvaByteConfig, check_config
-from vllm_mtpc.hf.bytes.past import append_cached, positions_of
+from vllm_mtpc.config.byte_targets import EvaByteConfig, check_evabyte
+from vllm_mtpc.hf.bytes import append_cached, positions_of
 
 
 class Reads(NamedTuple):
@@ -121,7 +121,7 @@ class EvaByteModel(_EvaByte):
     """Input ids to states after the final norm."""
 
     def __init__(self, config: EvaByteConfig) -> None:
-        check_config(config)
+        check_evabyte(config)
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(EvaByteLayer(config, layer) for layer in range(config.num_hidden_layers))

@@ -23,7 +23,7 @@ from vllm.sequence import IntermediateTensors
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_mtpc.config.byte_llama import TABLE
+from vllm_mtpc.config.byte_targets import TABLE
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.kernels.suffixes import ABSENT, SuffixTable, read_table
 from vllm_mtpc.models.paged_cache import PagedCache, PlanBackend, PlanBuilder

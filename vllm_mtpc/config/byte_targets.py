@@ -1,12 +1,60 @@
-"""The transformers config of EvaByte, and the options that this implementation supports."""
+"""The transformers configs of byte-level targets, Byte-Llama and EvaByte, and the options that are supported."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from transformers import PretrainedConfig
+from transformers import LlamaConfig, PretrainedConfig
 
 from vllm_mtpc.errors import ServeConfigError
+
+TABLE = "expand_input_ids_dict"
+
+
+class ByteLlamaConfig(LlamaConfig):
+    """LlamaConfig with the fields of the input expansion.
+
+    The table (5 MB of JSON in config.json) is dropped, because vLLM copies, pickles, hashes and logs configs. Stop ids
+    that are not in the vocabulary (they are the subword model's) are dropped, too.
+    """
+
+    model_type = "tpu_llama"
+
+    def __init__(
+        self,
+        expand_input_ids: bool = False,
+        expand_input_ids_maxlen: int | None = None,
+        expand_input_ids_vocab_size: int | None = None,
+        add_qk_norm: bool = False,
+        **llama: Any,
+    ) -> None:
+        self.expand_input_ids = expand_input_ids
+        self.expand_input_ids_maxlen = expand_input_ids_maxlen
+        self.expand_input_ids_vocab_size = expand_input_ids_vocab_size
+        self.add_qk_norm = add_qk_norm
+        llama.pop(TABLE, None)
+        super().__init__(**llama)
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(self, name, known_ids(getattr(self, name, None), self.vocab_size))
+
+
+def known_ids(ids: int | list[int] | None, vocab_size: int) -> int | list[int] | None:
+    """Return the token ids of a config that are in the vocabulary, None if there are none."""
+    if isinstance(ids, list):
+        return [index for index in ids if index < vocab_size] or None
+    return ids if ids is not None and ids < vocab_size else None
+
+
+def check_byte_llama(config: ByteLlamaConfig) -> None:
+    """Raise ServeConfigError unless the config is that of a byte-level Llama with an expanded input."""
+    if not (config.expand_input_ids and config.expand_input_ids_maxlen and config.expand_input_ids_vocab_size):
+        raise ServeConfigError(
+            "a tpu_llama without expand_input_ids, expand_input_ids_maxlen and expand_input_ids_vocab_size is a plain "
+            'Llama; write "architectures": ["LlamaForCausalLM"], "model_type": "llama" into its config.json'
+        )
+    if config.add_qk_norm:
+        raise ServeConfigError("a tpu_llama with add_qk_norm=true is not served; allowed: false")
+
 
 # Options of the original code with the only supported value, which all published checkpoints have.
 _ONLY = {
@@ -52,7 +100,7 @@ class EvaByteConfig(PretrainedConfig):
         super().__init__(tie_word_embeddings=tie_word_embeddings, **others)
 
 
-def check_config(config: EvaByteConfig) -> None:
+def check_evabyte(config: EvaByteConfig) -> None:
     """Raise ServeConfigError for options of the original code that are not supported."""
     for name, value in _ONLY.items():
         given = getattr(config, name, value)
