@@ -16,7 +16,6 @@ from tests.support import authors_mtpc as authors
 from tests.support.adapted import LLAMA, adapted_llama, llama
 from tests.support.files import front_matter_of
 from vllm_mtpc.checkpoint import check_tensors, load_head
-from vllm_mtpc.checkpoint.convert.mtpc_checkpoint import resolve
 from vllm_mtpc.checkpoint.inspect import inspect_head
 from vllm_mtpc.heads.adapters import DraftLayers
 from vllm_mtpc.hf import Target
@@ -67,14 +66,8 @@ def wrap(state: dict) -> dict:
 @pytest.mark.parametrize(
     "kind, n, r, v, change",
     [
-        ("cp", 3, 1, 3, None),  # the authors' cp of one component is ff here
-        ("cp", 3, 3, 3, None),
-        ("hmm", 2, 3, 3, None),
-        ("hmm", 4, 3, 3, None),
-        ("hmm", 4, 1, 3, None),
-        ("btree", 2, 3, 3, None),
-        ("btree", 4, 3, 3, None),
-        ("btree", 4, 1, 3, None),
+        *(("cp", 3, r, 3, None) for r in (1, 3)),  # the authors' cp of one component is ff here
+        *((kind, n, r, 3, None) for kind in ("hmm", "btree") for n, r in ((2, 3), (4, 3), (4, 1))),
         ("btree", 8, 3, 2, None),
         *((kind, 4, 3, 3, shuffle) for kind in ("cp", "hmm", "btree")),
         ("hmm", 3, 3, 3, wrap),
@@ -103,14 +96,10 @@ def test_biases_of_an_hmm_are_read(tmp_path, n):
     assert np.abs(authors.distribution(without(".bias")(state), "hmm", HIDDEN) - expected).max() > 0.1
 
 
-@pytest.mark.parametrize(
-    "leaf, sums, kept",
-    [
-        (torch.bfloat16, torch.bfloat16, "BF16"),
-        (torch.float32, torch.float32, "F32"),
-        (torch.bfloat16, torch.float16, "F32"),
-    ],
-)
+HALF, FULL = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize("leaf, sums, kept", [(HALF, HALF, "BF16"), (FULL, FULL, "F32"), (HALF, torch.float16, "F32")])
 def test_no_weight_is_rounded(tmp_path, leaf, sums, kept):
     def cast(state: dict) -> dict:
         state[authors.LEAF] = state[authors.LEAF].to(leaf)
@@ -147,13 +136,6 @@ def test_target_unknown_to_transformers_is_read_from_config_json(tmp_path):
     (tmp_path / "target" / "config.json").write_text(json.dumps(config))
     config, _ = load_head(convert(checkpoint(tmp_path), tmp_path / "target"))
     assert config.transformer_layer_config["model_type"] == "no-such-model"
-
-
-def test_plain_references_are_resolved():
-    settings = {"n": 8, "a": {"b": "${n}", "list": [1, 2]}, "x": "${y}", "y": "${x}", "self": "${self}"}
-    found = {"${a.b}": 8, "${a.list}": [1, 2], "plain": "plain", "${oc.env:HOME}": "${oc.env:HOME}", "${n}-": "${n}-"}
-    found |= {"${x}": None, "${self}": None, "${a.none}": None, "${n.deeper}": None}
-    assert {value: resolve(settings, value) for value in found} == found
 
 
 def without(word: str):
@@ -193,6 +175,7 @@ def changed(name: str, value):
         (None, {"edit": ("n_token: 3", "n_token: x")}, ["'n_token' = 'x'"]),
         (None, {"edit": ("n_token: ${circuit.n_token}", "n_token: ${oc.env:N}")}, ["n_token", "${oc.env:N}"]),
         (None, {"edit": ("n_token: ${circuit.n_token}", "n_token: ${nowhere.n}")}, ["'n_token' is missing"]),
+        (None, {"edit": ("{circuit.n_token}", "{circuit.model.n_token}")}, ["'n_token' is missing"]),  # itself
         (None, {"edit": ("mt_head:", "head:")}, ["no mt_head.hyperparameters"]),
         (None, {"edit": ("name: byte", "name: [")}, ["config.yaml", "YAML"]),
     ],

@@ -11,6 +11,9 @@ from vllm_mtpc.checkpoint.inspect import inspect_head
 from vllm_mtpc.cli import main
 from vllm_mtpc.eval.inspect_command import served_memory
 
+# leaves n r V D, root r D, and two pairs below the root with r r D weights and r r biases each
+PARAMETERS = 4 * 2 * 7 * 4 + 2 * 4 + 2 * 2 * 2 * 4 + 2 * 2 * 2
+
 
 @pytest.fixture
 def show(capsys):
@@ -23,61 +26,33 @@ def show(capsys):
     return run
 
 
-def test_report_has_the_content_of_the_files(folder, show):
+def test_report_and_table_have_the_content_of_the_files(folder, show):
     report = inspect_head(folder)
-    expected = {
-        "path": str(folder),
-        "circuit": "btree",
-        "window": 4,
-        "num_components": 2,
-        "drafts_per_step": 3,
-        "draft_sample_method": "probabilistic",
-        "head": "linear",
-        "vocab_size": 7,
-        "hidden_size": 4,
-        "format_version": 2,
-        "trained_sampling": {"temperature": 1.0, "top_k": 0, "top_p": 1.0},
-    }
+    expected = {"path": str(folder), "circuit": "btree", "window": 4, "num_components": 2, "drafts_per_step": 3}
+    expected |= {"draft_sample_method": "probabilistic", "head": "linear", "vocab_size": 7, "hidden_size": 4}
+    expected |= {"format_version": 2, "trained_sampling": {"temperature": 1.0, "top_k": 0, "top_p": 1.0}}
     assert {key: report[key] for key in expected} == expected
-    # leaves n r V D, root r D, and two pairs below the root with r r D weights and r r biases each
-    assert report["parameters"] == 4 * 2 * 7 * 4 + 2 * 4 + 2 * 2 * 2 * 4 + 2 * 2 * 2
+    assert report["parameters"] == PARAMETERS
     weights = report["weights"]
-    assert weights["check"] == "ok"
+    assert weights["check"] == "ok" and weights["dtypes"] == ["F16"]
     assert weights["bytes"] == (folder / "model.safetensors").stat().st_size
-    assert weights["dtypes"] == ["F16"]
     assert weights["tensors"]["leaf_weight"] == {"shape": [4, 2, 7, 4], "dtype": "F16"}
     assert set(weights["tensors"]) == {"leaf_weight", "root_weight", "inner_weight", "inner_bias"}
     assert report["provenance"]["command"] == "train me"
     assert json.loads(show(folder, "--json")) == inspect_head(folder)
-
-
-def test_table_has_every_number(folder, show):
     text = show(folder)
-    shown = [
-        "btree",
-        "probabilistic",
-        "linear",
-        str(inspect_head(folder)["parameters"]),
-        "F16",
-        "train me",
-        "../target",
-    ]
-    shown += ["LlamaForCausalLM", "not found", "top-k off", "top-p off", "temperature 1.0"]
+    shown = ["btree", "probabilistic", "linear", str(PARAMETERS), "F16", "train me", "../target", "LlamaForCausalLM"]
+    shown += ["not found", "top-k off", "top-p off", "temperature 1.0"]
     assert [words for words in shown if words not in text] == []
     assert text.splitlines()[-1].startswith("weights: ok (4 tensors")
 
 
 def test_relative_target_is_resolved_next_to_the_head(folder):
-    assert inspect_head(folder)["target"] == {
-        "name_or_path": "../target",
-        "resolved": str(folder.parent / "target"),
-        "found": False,
-        "architectures": ["LlamaForCausalLM"],
-    }
-    (folder.parent / "target").mkdir()
-    target = inspect_head(folder)["target"]
-    assert target["found"] is True
-    assert target["resolved"] == str((folder.parent / "target").resolve())
+    place = folder.parent / "target"
+    expected = {"name_or_path": "../target", "resolved": str(place.resolve()), "architectures": ["LlamaForCausalLM"]}
+    assert inspect_head(folder)["target"] == expected | {"found": False}
+    place.mkdir()
+    assert inspect_head(folder)["target"] == expected | {"found": True}
 
 
 @pytest.mark.parametrize("name, found", [("org/model", None), ("gpt2", None), ("/nowhere/model", False)])
@@ -87,16 +62,6 @@ def test_other_targets_and_trained_sampling_are_shown(tmp_path, new_head, show, 
     assert "temperature 0.7, top-k 40, top-p 0.9" in show(tmp_path)
     target = inspect_head(tmp_path)["target"]
     assert (target["resolved"], target["found"]) == (name, found)
-
-
-def test_bundled_and_downloaded_heads_are_shown(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **options: str(folder))
-    assert inspect_head("someone/some-head")["circuit"] == "btree"
-    place = tmp_path / "llama"
-    place.mkdir()
-    (place / "config.json").write_text('{"model_type": "llama"}')
-    folder.rename(place / "mtpc")
-    assert inspect_head(place)["path"] == str(place / "mtpc")
 
 
 def test_tokens_per_step_come_first(folder, show):
@@ -139,20 +104,16 @@ def test_text_from_files_cannot_control_the_terminal(folder, show):
     assert r"\x1b[2J \ud800   next" in text
 
 
-def test_memory_before_start(folder, show):
-    """Leaves 4 x 2 x 7 x 4, root and inner 2 x 4 + 2 x 2 x 2 x 4 + 2 x 2 x 2 numbers of two bytes."""
+def test_memory_before_start(folder, show, capsys):
     memory = json.loads(show(folder, "--json", "--max-num-seqs", 64))["memory"]
     assert (memory["max_num_seqs"], memory["tensor_parallel_size"]) == (64, 1)
     found = served_memory(folder, 2**16, 1)
     # per request: slot, seed, temperature, row, token, position, state; per draft: token, confidence, conditional
     row = 8 + 8 + 4 + 3 * 8 + 4 * 2 + 3 * (8 + 4 + 7 * 2)
     assert found["buffers_mib"] == round(2**16 * row / 2**20, 1)
-    assert found["weights_mib"] == round(2 * (4 * 2 * 7 * 4 + 2 * 4 + 2 * 2 * 2 * 4 + 2 * 2 * 2) / 2**20, 1)
+    assert found["weights_mib"] == round(2 * PARAMETERS / 2**20, 1)
     text = show(folder, "--max-num-seqs", 64, "--tensor-parallel-size", 2)
     assert "max num seqs 64, tensor parallel size 2" in " ".join(text.replace("│", " ").split())
-
-
-def test_memory_of_no_request_is_refused(folder, capsys):
     assert main(["inspect", str(folder), "--max-num-seqs", "0"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "--max-num-seqs" in line
@@ -169,9 +130,8 @@ def test_other_heads_are_shown(tmp_path, save_kind, show):
     expected |= {"parameters": lora + 32 * 3 + 3 + 3 * 8 + 8}
     assert {key: report[key] for key in expected} == expected
     assert (report["adapters"]["layers"], report["adapters"]["parameters"]) == ([0, 1, 2], lora)
-    assert {"inner.weight", "outer.bias"} <= report["weights"]["tensors"].keys() and len(
-        report["weights"]["tensors"]
-    ) == 46
+    tensors = report["weights"]["tensors"].keys()
+    assert {"inner.weight", "outer.bias"} <= tensors and len(tensors) == 46
     save_kind(tmp_path / "late", "late", late_width=5)
     text = " ".join((show(tmp_path / "ptp") + show(tmp_path / "late")).replace("│", " ").split())
     for words in ("window 4", "u features 32 u hidden 3", "layers 0, 1, 2, rank 2, alpha 6", "0.5, 0.25, 0.25, 0"):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,11 +16,12 @@ from vllm_mtpc.checkpoint.locate import verifier_name
 from vllm_mtpc.errors import CheckpointError
 
 
-def refusal(path: str) -> str:
+def refusal(call: Callable[..., object], *arguments: object) -> str:
     with pytest.raises(CheckpointError) as caught:
-        resolve_head(path)
-    assert len(str(caught.value).splitlines()) == 1
-    return str(caught.value)
+        call(*arguments)
+    text = str(caught.value)
+    assert len(text.splitlines()) == 1 and len(text) < 500
+    return text
 
 
 def test_heads_are_found_in_head_and_target_folders(folder, tmp_path):
@@ -42,7 +45,7 @@ def test_damaged_config_has_no_heads(tmp_path, content):
 def test_missing_path_has_no_heads(path):
     assert not vllm_mtpc.has_heads(path)
     if path not in ("", "org/name"):
-        assert "no head at" in refusal(path)
+        assert "no head at" in refusal(resolve_head, path)
 
 
 def test_has_heads_imports_neither_torch_nor_vllm(folder, tmp_path):
@@ -61,37 +64,23 @@ def test_has_heads_imports_neither_torch_nor_vllm(folder, tmp_path):
 @pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
 def test_file_is_refused(tmp_path, name):
     (tmp_path / name).write_bytes(b"weights")
-    text = refusal(str(tmp_path / name))
+    text = refusal(resolve_head, str(tmp_path / name))
     assert str(tmp_path / name) in text and "a head is a folder" in text and "never pickled weights" in text
 
 
 def test_hub_name_is_downloaded_without_pickled_files(monkeypatch, folder):
-    asked = {}
-
-    def download(repo, **options):
-        asked.update(options, repo=repo)
-        return str(folder)
-
+    download = Mock(return_value=str(folder))
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert resolve_head("someone/some-head", revision="v2") == folder
-    assert (asked["repo"], asked["revision"]) == ("someone/some-head", "v2")
-    assert not any(pattern.endswith((".pt", ".bin", "*")) for pattern in asked["allow_patterns"])
+    assert download.call_args.args == ("someone/some-head",) and download.call_args.kwargs["revision"] == "v2"
+    patterns = download.call_args.kwargs["allow_patterns"]
+    assert not any(pattern.endswith((".pt", ".bin", "*")) for pattern in patterns)
 
 
 @pytest.mark.parametrize("message", ["", "401\nlog in", "no such repository"])
 def test_failed_download_is_one_line(monkeypatch, message):
-    def download(repo, **options):
-        raise RuntimeError(message)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert "no head at 'someone/some-head': not a local folder" in refusal("someone/some-head")
-
-
-def refused_verifier(folder: Path, name: str) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        resolve_verifier(folder, name)
-    assert len(str(caught.value)) < 500
-    return str(caught.value)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=RuntimeError(message)))
+    assert "no head at 'someone/some-head': not a local folder" in refusal(resolve_head, "someone/some-head")
 
 
 def test_target_path_is_relative_to_the_head(folder, monkeypatch):
@@ -105,7 +94,7 @@ def test_target_path_is_relative_to_the_head(folder, monkeypatch):
 
 @pytest.mark.parametrize("name", ["../qwen", "/nowhere/qwen", "./qwen", "a/b/c"])
 def test_missing_target_folder_is_refused(folder, name):
-    text = refused_verifier(folder, name)
+    text = refusal(resolve_verifier, folder, name)
     assert f"config.json names the target {name!r}" in text
     assert f"no folder {(folder / name).resolve()} exists" in text
     assert "type vllm serve TARGET --speculative-config" in text and "--target TARGET" in text
@@ -113,8 +102,8 @@ def test_missing_target_folder_is_refused(folder, name):
 
 def test_folder_in_a_head_is_not_taken_for_a_hub_name(folder):
     (folder / "org" / "model").mkdir(parents=True)
-    assert "'org/model', a name on the hub, and a folder of that name is in the head" in refused_verifier(
-        folder, "org/model"
+    assert "'org/model', a name on the hub, and a folder of that name is in the head" in refusal(
+        resolve_verifier, folder, "org/model"
     )
     assert resolve_verifier(folder, "./org/model") == str((folder / "org" / "model").resolve())
 
@@ -122,19 +111,14 @@ def test_folder_in_a_head_is_not_taken_for_a_hub_name(folder):
 @pytest.mark.parametrize("name", ["../target", "../../../models--a--b/snapshots/1", "/tmp"])
 def test_downloaded_head_must_not_name_a_folder_outside_of_its_repository(folder, tmp_path, name):
     place = tmp_path / "models--someone--head" / "snapshots" / "0123"
-    place.parent.mkdir(parents=True)
-    folder.rename(place)
+    place.mkdir(parents=True)
+    head = folder.rename(place / "mtpc")
+    assert resolve_verifier(head, "..") == str(place.resolve())  # a bundled head
+    head = head.rename(place.with_name("4567"))
     (place.parent / "target").mkdir()  # there or not
     (tmp_path / "models--a--b" / "snapshots" / "1").mkdir(parents=True)
-    text = refused_verifier(place, name)
+    text = refusal(resolve_verifier, head, name)
     assert repr(name) in text and "outside of its repository" in text and "vllm serve TARGET" in text
-
-
-def test_downloaded_bundled_head_names_its_target(folder, tmp_path):
-    place = tmp_path / "models--someone--target" / "snapshots" / "0123" / "mtpc"
-    place.parent.mkdir(parents=True)
-    folder.rename(place)
-    assert resolve_verifier(place, "..") == str(place.parent.resolve())
 
 
 @pytest.mark.parametrize("place, name", [("target", "../target"), ("head/target", "./target"), (".", "..")])

@@ -94,16 +94,6 @@ def test_update_is_alpha_by_rank_times_b_a_on_the_last_layers(target: Target, fo
     torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-4)  # two products added, or one: rounding
 
 
-def test_draft_layers_keep_packed_documents_apart(target: Target) -> None:
-    split = DraftLayers(target, 2)
-    move(split)
-    other = TOKENS.clone()
-    other[0, :5] = (other[0, :5] + 1) % V  # the first document of row 0
-    first, second = (split.draft(split.trunk(tokens, DOCUMENTS), DOCUMENTS) for tokens in (TOKENS, other))
-    assert torch.equal(first[0, 5:], second[0, 5:])
-    assert not torch.allclose(first[0, :5], second[0, :5])
-
-
 def test_saved_adapters_load_in_peft(target: Target, folder: Path, tmp_path: Path) -> None:
     split = DraftLayers(target, 2, rank=4, alpha=8)
     move(split)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.drafters import draft_states
 from tests.support.heads_zoo import EMBEDDING, D, V, build
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import HeadConfigError
@@ -15,7 +16,7 @@ from vllm_mtpc.heads import backbone
 from vllm_mtpc.heads.backbone import BackboneHead
 
 torch.set_num_threads(1)
-HEADS, KV_HEADS, SIZE, THETA, EPS, S = 4, 2, 6, 10000.0, 1e-6, 11
+S = 11
 # Two documents and padding in one row, one document in the other.
 DOCUMENT = torch.tensor([[0] * 5 + [1] * 4 + [-1] * 2, [2] * 11])
 POSITION = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1], list(range(11))])
@@ -30,58 +31,19 @@ def head_of(from_anchor: bool = False) -> BackboneHead:
     return build("backbone", "hmm", std=0.3, sample_from_anchor=from_anchor).double()
 
 
-def normed(state: Tensor, weight: Tensor) -> Tensor:
-    return state / (state.pow(2).mean() + EPS).sqrt() * weight
-
-
-def turned(state: Tensor, position: int) -> Tensor:
-    """Rotary position of one attention head."""
-    out, half = state.clone(), SIZE // 2
-    for i in range(half):
-        angle = torch.tensor(float(position)) * torch.tensor(THETA) ** (-torch.tensor(2.0 * i) / SIZE)  # float32
-        cos, sin = angle.cos().double(), angle.sin().double()
-        out[i] = state[i] * cos - state[i + half] * sin
-        out[i + half] = state[i + half] * cos + state[i] * sin
-    return out
-
-
-def slow_states(head: BackboneHead, row: int, start: int, first: int) -> Tensor:
-    """States [n, D] of one window, a number after the other."""
-    model, count = head.backbone, 5 - head.from_anchor
-    seen = [s for s in range(start + 1) if DOCUMENT[row, s] == DOCUMENT[row, start]]
-    given = [(normed(model.fc.weight @ AUX[row, s], model.hidden_norm.weight), int(POSITION[row, s])) for s in seen]
-    states = [EMBEDDING[first].double()] + [model.mask_embedding] * (count - 1)
-    places = [int(POSITION[row, start]) + 1 + j for j in range(count)]
-    for layer in model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        inputs = [normed(state, layer.input_layernorm.weight) for state in states]
-        keys, values = [], []
-        for state, place in [*given, *zip(inputs, places, strict=True)]:
-            parts = (attention.k_proj.weight @ state).split(SIZE)
-            keys.append([turned(normed(part, attention.k_norm.weight), place) for part in parts])
-            values.append((attention.v_proj.weight @ state).split(SIZE))
-        after = []
-        for state, own, place in zip(states, inputs, places, strict=True):
-            read = []
-            for number, part in enumerate((attention.q_proj.weight @ own).split(SIZE)):
-                query, group = turned(normed(part, attention.q_norm.weight), place), number // (HEADS // KV_HEADS)
-                scores = torch.stack([query @ key[group] / math.sqrt(SIZE) for key in keys]).softmax(0)
-                read.append(sum(score * value[group] for score, value in zip(scores, values, strict=True)))
-            state = state + attention.o_proj.weight @ torch.cat(read)
-            inner = normed(state, layer.post_attention_layernorm.weight)
-            gate = mlp.gate_proj.weight @ inner
-            after.append(state + mlp.down_proj.weight @ (gate * gate.sigmoid() * (mlp.up_proj.weight @ inner)))
-        states = after
-    return torch.stack([normed(state, model.norm.weight) for state in states])
-
-
 def read(head: BackboneHead, aux: Tensor = AUX, first: Tensor = FIRST) -> Tensor:
     return head.read(head.context(aux, POSITION, DOCUMENT), ROW, START, first)
 
 
 def slow(head: BackboneHead) -> Tensor:
-    windows = zip(ROW.tolist(), START.tolist(), FIRST.tolist(), strict=True)
-    return torch.stack([slow_states(head, *window) for window in windows])
+    """States [windows, n, D], one window after the other."""
+    weights, found, steps = dict(head.backbone.named_parameters()), [], torch.arange(5 - head.from_anchor)
+    for row, start, first in zip(ROW.tolist(), START.tolist(), FIRST.tolist(), strict=True):
+        seen = (DOCUMENT[row] == DOCUMENT[row, start]) & (torch.arange(S) <= start)
+        queries = torch.stack([EMBEDDING[first].double(), *[head.backbone.mask_embedding] * (len(steps) - 1)])
+        places = torch.cat([POSITION[row, seen], POSITION[row, start] + 1 + steps])
+        found.append(draft_states(weights, AUX[row, seen], queries, places, theta=10000.0, eps=1e-6))
+    return torch.stack(found)
 
 
 @pytest.mark.parametrize("from_anchor", [False, True])

@@ -90,15 +90,6 @@ def test_u_is_not_rounded_to_the_dtype_of_the_weights(name: str, dtype: torch.dt
     assert not torch.equal(found, exact(u.to(dtype).float()).to(dtype))
 
 
-@pytest.mark.parametrize("name", EMBEDDINGS)
-def test_any_shape_of_u_and_gradients_to_every_parameter(name: str) -> None:
-    embedding = build_embedding(name, SIZE)
-    out = embedding(torch.rand(2, 3, 40))
-    assert out.shape == (2, 3, 40, SIZE)
-    out.square().sum().backward()
-    assert all(value.grad is not None and bool(value.grad.any()) for value in embedding.parameters())
-
-
 @pytest.mark.parametrize(
     "name, features, hidden, words",
     [

@@ -13,14 +13,8 @@ from torch import nn
 from transformers import AutoModel, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config
 
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.hf.attention import (
-    IMPLEMENTATIONS,
-    Packing,
-    check_packing,
-    choose_attention,
-    packed_arguments,
-    xformers_attention,
-)
+from vllm_mtpc.hf import attention
+from vllm_mtpc.hf.attention import IMPLEMENTATIONS, Packing, check_packing, choose_attention, packed_arguments
 
 IMPLEMENTATION = IMPLEMENTATIONS["xformers"]
 VOCAB = 31
@@ -78,41 +72,34 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
         """[1, M, H, D], or [1, M, groups, heads of a group, D]."""
         ops.calls += 1
         assert p == 0.0 and query.shape[0] == 1 and query.shape[:-1] == key.shape[:-1] == value.shape[:-1]
-        scores = torch.einsum("bi...d,bj...d->b...ij", query, key) * (
-            query.shape[-1] ** -0.5 if scale is None else scale
-        )
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        scores = torch.einsum("bi...d,bj...d->b...ij", query, key) * scale
         weights = scores.masked_fill(~attn_bias.dense(), -torch.inf).softmax(-1)
         return torch.einsum("b...ij,bj...d->bi...d", weights, value)
 
-    modules = {name: types.ModuleType(name) for name in ("xformers", "xformers.ops", "xformers.ops.fmha")}
-    ops, bias = modules["xformers.ops"], types.ModuleType("xformers.ops.fmha.attn_bias")
+    names = ("xformers", "xformers.ops", "xformers.ops.fmha", "xformers.ops.fmha.attn_bias")
+    modules = {name: types.ModuleType(name) for name in names}
+    ops = modules["xformers.ops"]
     ops.memory_efficient_attention, ops.calls, ops.leak = memory_efficient_attention, 0, False
-    bias.BlockDiagonalCausalMask = BlockDiagonalCausalMask
-    for name, module in (modules | {bias.__name__: bias}).items():
+    modules[names[-1]].BlockDiagonalCausalMask = BlockDiagonalCausalMask
+    for name, module in modules.items():
         module.__spec__, module.__path__ = importlib.machinery.ModuleSpec(name, None), []
         monkeypatch.setitem(sys.modules, name, module)
-    register()
+    attention._register()  # choose_attention does it, on a CUDA device only
     return ops
 
 
-def register() -> None:
-    from vllm_mtpc.hf import attention
-
-    attention._register()  # choose_attention does it, on a CUDA device only
+def packed(model: nn.Module, name: str) -> torch.Tensor:
+    return model(input_ids=TOKENS, use_cache=False, **packed_arguments(DOCUMENTS, name)).last_hidden_state
 
 
-def packed(model: nn.Module, attention: str, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
-    arguments = packed_arguments(DOCUMENTS, attention)
-    return model(input_ids=tokens, use_cache=False, **arguments).last_hidden_state
-
-
-def alone(model: nn.Module, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
+def alone(model: nn.Module) -> torch.Tensor:
     """Return states of each document in a separate forward pass, without mask and position ids; zero at padding."""
-    states = torch.zeros(*tokens.shape, model.config.hidden_size)
+    states = torch.zeros(*TOKENS.shape, model.config.hidden_size)
     for row, documents in enumerate(DOCUMENTS):
         for number in documents[documents >= 0].unique():
             at = documents == number
-            states[row, at] = model(input_ids=tokens[row, at][None], use_cache=False).last_hidden_state[0]
+            states[row, at] = model(input_ids=TOKENS[row, at][None], use_cache=False).last_hidden_state[0]
     return states
 
 
@@ -172,17 +159,14 @@ def test_a_leaking_mask_is_noticed(stand_in: types.ModuleType) -> None:
 
 def test_a_target_that_ignores_position_ids_is_refused() -> None:
     class Forgetful(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = backbone()
-
         def forward(self, input_ids: torch.Tensor, use_cache: bool, **ignored: object):  # type: ignore[no-untyped-def]
-            return self.inner(input_ids=input_ids, use_cache=use_cache)
+            return model(input_ids=input_ids, use_cache=use_cache)
 
+    model = backbone()
     with pytest.raises(UsageError, match="Forgetful does not keep"):
         check_packing(Forgetful(), "torch")
-    check_packing(backbone(), "torch")
-    check_packing(backbone().bfloat16(), "torch")
+    check_packing(model, "torch")
+    check_packing(model.bfloat16(), "torch")
 
 
 def test_without_packing_the_xformers_target_generates_as_ever(stand_in: types.ModuleType) -> None:
@@ -218,7 +202,7 @@ def test_soft_caps_and_sinks_do_not_reach_xformers(stand_in: types.ModuleType) -
     x = torch.randn(1, 2, 5, 8)
     packing = Packing([2, 3], torch.device("cpu"))
     for special in ({"softcap": 5.0}, {"s_aux": torch.zeros(2)}):
-        xformers_attention(nn.Module(), x, x, x, None, packing=packing, **special)
+        attention.xformers_attention(nn.Module(), x, x, x, None, packing=packing, **special)
     assert stand_in.calls == 0
 
 
@@ -259,8 +243,6 @@ def test_real_xformers_equals_each_document_alone(
     arguments = packed_arguments(DOCUMENTS.cuda(), "xformers")
     states = model(input_ids=TOKENS.cuda(), use_cache=False, **arguments).last_hidden_state.cpu().float()
     real = DOCUMENTS >= 0
-    difference = (states - alone(reference))[real]
-    print(f"{name}, {dtype}: largest difference {difference.abs().max():.2g}")
-    assert states.isfinite().all()
-    assert difference.norm() < allowed * alone(reference)[real].norm()
+    expected = alone(reference)[real]
+    assert states.isfinite().all() and (states[real] - expected).norm() < allowed * expected.norm()
     check_packing(model, "xformers", "cuda")

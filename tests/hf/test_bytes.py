@@ -54,12 +54,8 @@ def test_documents_of_a_packed_row_do_not_read_each_other(pair: Any) -> None:
 def test_session_reads_in_pieces_and_crops(pair: Any) -> None:
     """Padded at the left, one token and several at a time, some of them forgotten again."""
     target, reference, texts = pair
-    session, prompts, more = (
-        Session(target),
-        [text[:-12] for text in texts],
-        torch.stack([text[-12:] for text in texts]),
-    )
-    session.start(prompts)
+    session, more = Session(target), torch.stack([text[-12:] for text in texts])
+    session.start([text[:-12] for text in texts])
     pieces = [session.read(more[:, :1])]
     session.read(more.flip(1)[:, :7])  # something else, which is forgotten
     session.crop(7)
@@ -77,20 +73,13 @@ def test_draft_layers_split_it(pair: Any) -> None:
 
 def test_faulty_definition_is_noticed(tmp_path: Path) -> None:
     """Hidden summaries or shortened subwords exceed the tolerance of the comparisons above."""
-    target = load_target_of(tmp_path / "evabyte", evabyte.make_evabyte)
-    hidden = target.hidden(torch.arange(64, 164)[None])[0]
-    wrong = evabyte.Reference(evabyte.make_evabyte(tmp_path / "again"), hide_summaries=True)
-    assert not torch.allclose(hidden, wrong.hidden(list(range(64, 164))), rtol=0.1, atol=0.1)
-    texts = byte_llama.make_texts()
-    target = load_target_of(tmp_path / "llama", lambda folder: byte_llama.make_byte_llama(folder, texts))
-    wrong = byte_llama.Reference(tmp_path / "llama", context=2)
-    assert not torch.allclose(target.hidden(torch.tensor(texts[:1]))[0], wrong.hidden(texts[0]), rtol=0.1, atol=0.1)
-
-
-def load_target_of(folder: Path, make: Any) -> Target:
-    """A target that was just made."""
-    make(folder)
-    return load_target(folder, torch.float32)
+    faulty = evabyte.Reference(evabyte.make_evabyte(tmp_path / "evabyte"), hide_summaries=True)
+    texts = {"evabyte": list(range(64, 164)), "llama": byte_llama.make_texts()[0]}
+    byte_llama.make_byte_llama(tmp_path / "llama", byte_llama.make_texts())
+    wrong = {"evabyte": faulty, "llama": byte_llama.Reference(tmp_path / "llama", context=2)}
+    for name, text in texts.items():
+        hidden = load_target(tmp_path / name, torch.float32).hidden(torch.tensor([text]))[0]
+        assert not torch.allclose(hidden, wrong[name].hidden(text), rtol=0.1, atol=0.1), name
 
 
 def test_a_variant_that_is_not_implemented_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, Qwen3Config
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, WIDTH, EPS, THETA, RANK, BLOCK = 2, 4, 2, 32, 96, 1e-5, 5000.0, 6, 4
 AUX, MASK = (1, 2, 3), 7  # the states that enter these layers of the target; the mask's row of its embeddings
@@ -68,33 +68,12 @@ def own(target: LlamaForCausalLM) -> dict[str, Tensor]:
 
 
 def layer_config(target: LlamaForCausalLM) -> dict[str, Any]:
-    """The Qwen3Config of the draft layers."""
-    return {
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "head_dim": HEAD_DIM,
-        "hidden_act": "silu",
-        "hidden_size": target.config.hidden_size,
-        "initializer_range": 0.02,
-        "intermediate_size": WIDTH,
-        "layer_types": ["full_attention"] * LAYERS,
-        "max_position_embeddings": 256,
-        "max_window_layers": 28,
-        "model_type": "qwen3",
-        "num_attention_heads": HEADS,
-        "num_hidden_layers": LAYERS,
-        "num_key_value_heads": KV_HEADS,
-        "pad_token_id": None,
-        "rms_norm_eps": EPS,
-        "rope_parameters": {"rope_theta": THETA, "rope_type": "default"},
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-        "use_cache": True,
-        "use_sliding_window": False,
-        "vocab_size": target.config.vocab_size,
-    }
+    """The config of the draft layers."""
+    sizes = {"hidden_size": target.config.hidden_size, "vocab_size": target.config.vocab_size}
+    sizes |= {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
+    sizes |= {"head_dim": HEAD_DIM, "intermediate_size": WIDTH, "max_position_embeddings": 256}
+    rope = {"rope_theta": THETA, "rope_type": "default"}
+    return Qwen3Config(**sizes, rms_norm_eps=EPS, rope_parameters=rope).to_dict()
 
 
 def speculators(kind: str, target: LlamaForCausalLM, **settings: Any) -> dict[str, Any]:
@@ -185,35 +164,9 @@ class Reference:
         with torch.no_grad():
             found = self.target.model(torch.tensor([text]), output_hidden_states=True).hidden_states
         aux = torch.cat([found[layer][0] for layer in AUX], dim=-1).double()
-        context = self._norm(aux @ self.weights["fc.weight"].T, "hidden_norm")
-        masks = drafts - 1 if self.anchor else drafts
-        states = self.embeddings[[first, *[MASK] * masks]]
-        at = torch.arange(len(text) + 1 + masks)
-        for layer in range(LAYERS):
-            states = self._layer(f"layers.{layer}.", context, states, at)
-        states = self._norm(states, "norm")
+        queries = self.embeddings[[first, *[MASK] * (drafts - 1 if self.anchor else drafts)]]
+        states = draft_states(self.weights, aux, queries, torch.arange(len(text) + len(queries)), THETA, EPS)
         return states if self.anchor else states[1:]
-
-    def _layer(self, name: str, context: Tensor, states: Tensor, at: Tensor) -> Tensor:
-        x, both = self._norm(states, f"{name}input_layernorm"), at[-len(states) :]
-        keys, values, heads = [], [], range(HEADS)
-        for rows in (context, x):
-            keys.append(self._heads(rows, f"{name}self_attn.k_proj", KV_HEADS))
-            values.append(self._heads(rows, f"{name}self_attn.v_proj", KV_HEADS))
-        k = _rotated(self._norm(torch.cat(keys), f"{name}self_attn.k_norm"), at)
-        q = _rotated(self._norm(self._heads(x, f"{name}self_attn.q_proj", HEADS), f"{name}self_attn.q_norm"), both)
-        v, group = torch.cat(values), HEADS // KV_HEADS
-        seen = [(q[:, i] @ k[:, i // group].T * HEAD_DIM**-0.5).softmax(-1) @ v[:, i // group] for i in heads]
-        states = states + torch.cat(seen, dim=-1) @ self.weights[f"{name}self_attn.o_proj.weight"].T
-        x = self._norm(states, f"{name}post_attention_layernorm")
-        gate, up, down = (self.weights[f"{name}mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
-        return states + (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
-
-    def _heads(self, rows: Tensor, name: str, heads: int) -> Tensor:
-        return (rows @ self.weights[f"{name}.weight"].T).view(len(rows), heads, HEAD_DIM)
-
-    def _norm(self, rows: Tensor, name: str) -> Tensor:
-        return rows * (rows.square().mean(-1, keepdim=True) + EPS).rsqrt() * self.weights[f"{name}.weight"]
 
     def logits(self, states: Tensor, previous: int, draft: int) -> Tensor:
         """Logits [V] of draft 0, 1, ... after the token `previous`."""
@@ -230,9 +183,37 @@ class Reference:
         return tokens[1:]
 
 
-def _rotated(x: Tensor, at: Tensor) -> Tensor:
-    """Rotary embedding of x[rows, heads, HEAD_DIM] at positions at[rows]; halves are the pairs (NeoX)."""
-    half = HEAD_DIM // 2
-    angles = at[:, None, None] * THETA ** (-torch.arange(half, dtype=torch.float64) / half)
-    cos, sin, one, two = angles.cos(), angles.sin(), x[..., :half], x[..., half:]
+def draft_states(
+    weights: dict[str, Tensor], aux: Tensor, queries: Tensor, places: Tensor, theta: float, eps: float
+) -> Tensor:
+    """States [Q, D] of one window: queries [Q, D] after a context with aux [S, m D], at positions places [S + Q]."""
+
+    def norm(rows: Tensor, name: str) -> Tensor:
+        return rows * (rows.square().mean(-1, keepdim=True) + eps).rsqrt() * weights[f"{name}.weight"]
+
+    def heads(rows: Tensor, name: str) -> Tensor:
+        return (rows @ weights[f"{name}.weight"].T).unflatten(-1, (-1, size))
+
+    size = len(weights["layers.0.self_attn.q_norm.weight"])
+    context, states = norm(aux @ weights["fc.weight"].T, "hidden_norm"), queries
+    for name in sorted({name.rpartition(".self_attn.")[0] for name in weights if ".self_attn." in name}):
+        x, attention = norm(states, f"{name}.input_layernorm"), f"{name}.self_attn"
+        rows = torch.cat([context, x])
+        k = _rotated(norm(heads(rows, f"{attention}.k_proj"), f"{attention}.k_norm"), places, theta)
+        q = _rotated(norm(heads(x, f"{attention}.q_proj"), f"{attention}.q_norm"), places[-len(x) :], theta)
+        v, group = heads(rows, f"{attention}.v_proj"), q.shape[1] // k.shape[1]
+        each = range(q.shape[1])
+        seen = [(q[:, i] @ k[:, i // group].T * size**-0.5).softmax(-1) @ v[:, i // group] for i in each]
+        states = states + torch.cat(seen, dim=-1) @ weights[f"{attention}.o_proj.weight"].T
+        x = norm(states, f"{name}.post_attention_layernorm")
+        gate, up, down = (weights[f"{name}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
+        states = states + (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
+    return norm(states, "norm")
+
+
+def _rotated(x: Tensor, at: Tensor, theta: float) -> Tensor:
+    """Rotary embedding of x[rows, heads, size] at positions at[rows], by float32 angles; halves are pairs (NeoX)."""
+    one, two = x.chunk(2, -1)
+    angles = at[:, None, None].float() * theta ** (-torch.arange(0, x.shape[-1], 2).float() / x.shape[-1])
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     return torch.cat([one * cos - two * sin, two * cos + one * sin], dim=-1)
