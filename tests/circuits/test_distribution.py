@@ -81,16 +81,6 @@ def test_marginals_of_any_positions_equal_enumeration(case: tuple) -> None:
     close(terms[tokens < 0], np.zeros(int((tokens < 0).sum())))
 
 
-@cases(PLAIN)
-def test_circuits_of_a_batch_are_independent(case: tuple) -> None:
-    _, circuit, params = case_of(*case)
-    tokens = all_tokens(circuit.window, params.leaf.shape[-1])[[1, -2]]
-    both = circuit.conditional_log_probs(params, tokens)
-    for b in range(2):
-        alone = circuit.conditional_log_probs(repeated(params, b, 1), tokens[b : b + 1])
-        close(alone, both[b : b + 1].numpy())
-
-
 @cases(TOKENS)
 def test_fault_of_a_missing_or_shifted_bigram_is_found(case: tuple) -> None:
     """The injected faults: the token before adds to no leaf, or what it adds at another position."""

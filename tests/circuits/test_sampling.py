@@ -34,8 +34,7 @@ def p_value(counts: np.ndarray, distribution: np.ndarray) -> float:
 def draw(circuit: Circuit, params: CircuitParams, prefix: tuple[int, ...] = ()) -> np.ndarray:
     """Counts of each sequence among DRAWS samples, [V] * m."""
     given = torch.tensor(prefix, dtype=torch.long).repeat(DRAWS, 1)
-    generator = torch.Generator().manual_seed(0)
-    tokens = circuit.sample(repeated(params, 0, DRAWS), given if prefix else None, generator)
+    tokens = circuit.sample(repeated(params, 0, DRAWS), given if prefix else None, torch.Generator().manual_seed(0))
     assert torch.equal(tokens[:, : len(prefix)], given)
     return counts_of(tokens, params.leaf.shape[-1])
 

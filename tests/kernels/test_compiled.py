@@ -147,12 +147,8 @@ def _drafting(name: str) -> tuple[Callable[[], None], Callable[[], None]]:
     served.draft_tokens, served.step_cols = zeros(1024, 7, dtype=LONG), zeros(7, dtype=torch.int32)
     served.draft_logits = zeros(1024, 7, sizes["vocab_size"], dtype=HALF)
     bits = torch.zeros(1024, -(-sizes["vocab_size"] // 32), dtype=torch.int32)
-    allowing = Mock(is_terminated=lambda: False)
-
-    def masks(names: list[str], *_: Any) -> Masks:
-        return Masks(bits, {row: Follower(allowing) for row in range(len(names))})
-
-    served.structured = SimpleNamespace(masks=masks)
+    follower = Follower(Mock(is_terminated=lambda: False))
+    served.structured = SimpleNamespace(masks=lambda names, *_: Masks(bits, dict.fromkeys(range(len(names)), follower)))
     batch = SimpleNamespace(req_ids=["r"] * 1024)
     # Triton specialises 1 and multiples of 16: of batches, and of the part of one that is drafted last
     steps = set(served.rows_at_once.values())

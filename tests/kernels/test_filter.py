@@ -40,9 +40,6 @@ def close(got: Tensor, wanted: Tensor, rtol: float = 2e-6) -> None:
     torch.testing.assert_close(got.double(), wanted, rtol=rtol, atol=rtol * max(1.0, largest))
 
 
-# ---- the definition ---------------------------------------------------------------------------
-
-
 def enumerated(name: str, n: int, evidence: Tensor, root: Tensor, inner: Tensor) -> Tensor:
     """log pi [m, r] of one circuit: every assignment of its latents, summed."""
     r = root.shape[-1]
@@ -88,9 +85,6 @@ def test_half_precisions_are_read_as_float32() -> None:
     given = CASES["bfloat16"]
     got = filter_weights(given.program, *given[1:4])
     assert torch.equal(got, filter_weights(given.program, *(part.float() for part in given[1:4])))
-
-
-# ---- the kernel -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -42,9 +42,6 @@ def of(operation: str, *others: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("name", names)
 
 
-# ---- couple -----------------------------------------------------------------------------------
-
-
 @of("couple")
 def test_accept_equals_its_definition(name: str, outputs: dict[str, Any]) -> None:
     (kept, count), wanted = outputs[name], couple_naive.accept(*CASES[name][1])
@@ -55,9 +52,6 @@ def test_accept_equals_its_definition(name: str, outputs: dict[str, Any]) -> Non
 def test_accept_keeps_results_of_other_requests(outputs: dict[str, Any]) -> None:
     (kept, count), (alone, _) = outputs["next to others"], couple_naive.accept(*rows(30, 8))
     assert (kept[::3] == 7).all() and (count[::3] == 7).all() and torch.equal(kept[1::3], alone[1::3])
-
-
-# ---- leaf -------------------------------------------------------------------------------------
 
 
 @of("leaf")
@@ -85,9 +79,6 @@ def test_terms_are_those_of_log_softmax() -> None:
     logits, token = numbers(6, 3, 9) * 5, torch.tensor([0, 8, 3, 4, 4, 1])
     norm, picked = leaf_naive.terms_of(logits, token).unbind(1)
     torch.testing.assert_close(picked - norm, logits.log_softmax(-1)[torch.arange(6), :, token])
-
-
-# ---- uniform ----------------------------------------------------------------------------------
 
 
 def murmur3(data: bytes, seed: int) -> int:
@@ -158,9 +149,6 @@ def test_injected_pattern_is_found() -> None:
     assert pairs_p_value(golden[:-1], golden[1:]) < CAUGHT
     u = stream(0)
     assert correlation(u[:-1], 0.98 * u[1:] + 0.02 * u[:-1]) > 4.5
-
-
-# ---- pick -------------------------------------------------------------------------------------
 
 
 def edges_of(logits: np.ndarray) -> np.ndarray:

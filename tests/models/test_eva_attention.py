@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_mtpc.models import hooks
 from vllm_mtpc.models.evabyte import attend as module
@@ -30,20 +31,9 @@ TOKEN_BLOCKS = [16, 4, 2]
 REQUESTS = ((40, 1), (28, 8), (10, 70), (60, 4), (0, 0))
 
 
-@dataclass
-class Common:
-    """The parts of vLLM's metadata that the builders read."""
-
-    query_start_loc: Tensor
-    seq_lens: Tensor
-    block_table_tensor: Tensor
-    slot_mapping: Tensor
-    num_actual_tokens: int
-    max_query_len: int
-    max_seq_len: int
-
-
-def common_of(requests: Sequence[tuple[int, int]], table: Tensor, num_rows: int, block: int = BLOCK) -> Common:
+def common_of(
+    requests: Sequence[tuple[int, int]], table: Tensor, num_rows: int, block: int = BLOCK
+) -> CommonAttentionMetadata:
     """A step of requests (positions before it, rows), padded to num_rows."""
     slots = [
         int(table[request, position // block]) * block + position % block
@@ -54,7 +44,10 @@ def common_of(requests: Sequence[tuple[int, int]], table: Tensor, num_rows: int,
     ends = torch.tensor([start + count for start, count in requests], dtype=torch.int32)
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), rows.cumsum(0)]).int()
     slot_mapping = torch.tensor(slots + [-1] * (num_rows - len(slots)))
-    return Common(starts, ends, table[: len(requests)], slot_mapping, num_rows, int(rows.max()), int(ends.max()))
+    tensors = {"query_start_loc": starts, "query_start_loc_cpu": starts, "seq_lens": ends, "slot_mapping": slot_mapping}
+    sizes = {"num_reqs": len(requests), "num_actual_tokens": num_rows}
+    sizes |= {"max_query_len": int(rows.max()), "max_seq_len": int(ends.max())}
+    return CommonAttentionMetadata(block_table_tensor=table[: len(requests)], **tensors, **sizes)
 
 
 def make_step(token_block: int = BLOCK, pad: int = 3) -> tuple[EvaPlan, SummaryPlan]:
@@ -201,13 +194,15 @@ def run_step(plan: EvaPlan, places: SummaryPlan, caches: list[Tensor], rows: lis
     return attend_paged(query, *caches, plan, places, paged_attention)
 
 
-def test_captured_plan_is_refilled_by_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_plan_is_refilled_by_every_step_but_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts in one window and across two, and padding."""
     monkeypatch.setattr(attention, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     spec, device = SimpleNamespace(block_size=BLOCK), torch.device("cpu")
     builders = [make(spec, ["layer"], CONFIG, device) for make in (EvaPlanBuilder, SummaryPlanBuilder)]
     table = torch.zeros(SEQS, LONGEST // BLOCK, dtype=torch.int32)  # vLLM's, at a fixed address
     first_step = common_of([(0, ROWS)] * SEQS, table, ROWS * SEQS)
+    builders[0].build(0, replace(first_step, max_query_len=ROWS + 1))
+    assert not builders[0].buffers  # the plan of a prompt uses none
     captured = [builder.build_for_cudagraph_capture(first_step) for builder in builders]
     assert captured[0].max_seq_len == LONGEST  # or a graph captured with short texts would not read summaries
     generator = torch.Generator().manual_seed(4)
@@ -235,14 +230,6 @@ def test_captured_plan_is_refilled_by_every_step(monkeypatch: pytest.MonkeyPatch
         assert torch.equal(out[: ROWS * real], expected), positions
         for cache, same in zip(replayed, wanted, strict=True):
             assert torch.equal(cache[1:], same[1:]), positions  # block 0: padding
-
-
-def test_plan_of_a_prompt_uses_no_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-    builder = EvaPlanBuilder(SimpleNamespace(block_size=BLOCK), ["layer"], CONFIG, torch.device("cpu"))
-    table = torch.ones(SEQS, LONGEST // BLOCK, dtype=torch.int32)
-    builder.build(0, replace(common_of([(0, ROWS)], table, ROWS), max_query_len=ROWS + 1))
-    assert not builder.buffers
 
 
 @pytest.mark.parametrize("dtype, supported", [(torch.bfloat16, "UNIFORM_BATCH"), (torch.float32, "NEVER")])

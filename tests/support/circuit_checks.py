@@ -35,10 +35,12 @@ def check_enumeration(case: Case) -> None:
     name, circuit, params = case
     vocab = params.leaf.shape[-1]
     tokens = all_tokens(circuit.window, vocab)
+    both = circuit.conditional_log_probs(params, tokens[[1, -2]]).sum(dim=1)  # circuits of a batch are independent
     for b in range(2):
         table, many = Enumerated(name, params, b).table(), repeated(params, b, len(tokens))
         assert logsumexp(table) == pytest.approx(0, abs=1e-6)  # float32 inputs, each row normalised to ~1e-7
         close(circuit.log_prob(many, tokens), table.ravel())
+        close(both[b], table.ravel()[(1, -2)[b]])
         along, state = circuit.conditional_log_probs(many, tokens), circuit.start(many)
         close(along.sum(dim=1), table.ravel())
         trained, drafted = conditionals(circuit, many, tokens), draft_conditionals(circuit, many, tokens)

@@ -77,11 +77,9 @@ def one_hot(name: str) -> Case:
     """Evidence and sums that leave one latent, others at exp(-200), no float32."""
     given = case(name, 8, 8, 1, 8)
     certain = given.root.shape[-1] > 1
-    return given._replace(
-        evidence=(given.evidence - given.evidence.amax(-1, keepdim=True)) * 200 * certain,
-        root=given.root * 100 * certain,
-        inner=torch.eye(8).expand_as(given.inner) * 200 if given.inner.numel() else given.inner,
-    )
+    evidence = (given.evidence - given.evidence.amax(-1, keepdim=True)) * 200 * certain
+    inner = torch.eye(8).expand_as(given.inner) * 200 if given.inner.numel() else given.inner
+    return given._replace(evidence=evidence, root=given.root * 100 * certain, inner=inner)
 
 
 def flat(name: str) -> Case:
@@ -108,7 +106,6 @@ CASES: dict[str, Case] = {
 
 
 Filter = Callable[[Program, Tensor, Tensor, Tensor], Tensor]
-Outcome = tuple[Tensor, Tensor, Tensor, Tensor]  # weights, gradients of evidence, root and inner
 
 
 def training_gradients(name: str, filter_weights: Filter = naive.filter_weights, device: str = "cpu") -> list[Tensor]:
@@ -132,8 +129,8 @@ def training_gradients(name: str, filter_weights: Filter = naive.filter_weights,
 
 
 def launch_all(cases: dict[str, Case], device: str) -> dict:
-    """Return the Outcome of each case; "again": of the first one run twice; "alone": its circuit 1 without the others;
-    "trained": see `training_gradients`."""
+    """Return weights and gradients of evidence, root and inner of each case; "again": of the first one run twice;
+    "alone": of its circuit 1 without the others; "trained": see `training_gradients`."""
     from vllm_mtpc.kernels.filter.kernel import filter_weights
 
     first = next(iter(cases.values()))
@@ -142,7 +139,7 @@ def launch_all(cases: dict[str, Case], device: str) -> dict:
     return results | {"trained": {name: training_gradients(name, filter_weights, device) for name in CIRCUITS}}
 
 
-def _outcome(filter_weights: Filter, case: Case, device: str) -> Outcome:
+def _outcome(filter_weights: Filter, case: Case, device: str) -> tuple[Tensor, ...]:
     inputs = [moved(part, device).requires_grad_(True) for part in case[1:4]]
     with torch.no_grad():
         plain = filter_weights(case.program, *inputs)
