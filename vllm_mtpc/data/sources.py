@@ -289,6 +289,7 @@ def encode_chat(
         ) from None
     if not messages or not is_chat(messages):
         raise UsageError('messages must be a list of {"role": ..., "content": ...} of one message or more')
+    special = {*tokenizer.all_special_ids, *(i for i, one in tokenizer.added_tokens_decoder.items() if one.special)}
     documents = []
     for turn in [index for index, message in enumerate(messages) if message["role"] == "assistant"]:
         prompt = chat_prompt(messages[:turn], tokenizer)
@@ -298,7 +299,9 @@ def encode_chat(
                 f"the chat template renders message {turn + 1}, an assistant's, without its generation prompt "
                 "(add_generation_prompt); correct the template, or give prompt_ids and response_ids"
             )
-        end = _end_of_turn(tokens, begin, tokenizer)
+        end = max((at + 1 for at in range(begin, len(tokens)) if tokens[at] in special), default=len(tokens))
+        if tokenizer.decode(tokens[end:]).strip():  # more than white space: the turn goes on after its special tokens
+            end = len(tokens)
         documents.append((tokens, [begin <= index < end for index in range(len(tokens))]))
     if not documents:
         tokens = chat_prompt(messages, tokenizer, prompt=False)
@@ -330,10 +333,3 @@ def chat_prompt(
             f"{origin}the chat template refuses the messages: {first_line(error)}; correct them, or give text or "
             "token ids"
         ) from None
-
-
-def _end_of_turn(tokens: list[int], begin: int, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the end of the turn from `begin` on: after the last special token if only white space follows it."""
-    ends = {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)}
-    last = max((index for index in range(begin, len(tokens)) if tokens[index] in ends), default=None)
-    return len(tokens) if last is None or tokenizer.decode(tokens[last + 1 :]).strip() else last + 1

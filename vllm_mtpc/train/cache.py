@@ -83,9 +83,7 @@ class Computed:
     rows: Rows  # [N, S]
     dtype: Any = None  # torch.dtype of the states; None: the target's
     layer: int | None = None  # return the input of this decoder layer (0 is the first), not the final states
-    layers: Sequence[
-        int
-    ] = ()  # return the states after these numbers of layers before the final ones, [B, S, (m + 1) D]
+    layers: Sequence[int] = ()  # the states after these layers come before the final ones, [B, S, (m + 1) D]
 
     def __post_init__(self) -> None:
         self.dtype = self.dtype or self.target.dtype

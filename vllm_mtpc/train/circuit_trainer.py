@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,7 @@ class CircuitTrainer(Trainer):
             init_from_lm_head(self.head, weight.float().cpu(), options.seed)
             if isinstance(self.head, BackboneHead):
                 self.partial_start = init_backbone(self.head.backbone, target)
+        self.aux_layers = list(self.head.aux_layers) if isinstance(self.head, BackboneHead) else []
         bind(self.head, target)
         if options.freeze_backbone:
             self.head.backbone.requires_grad_(False)
@@ -119,10 +120,6 @@ class CircuitTrainer(Trainer):
         if options.cache:
             return write_cache(options.cache, target, rows, layers=self.aux_layers)
         return Computed(target, rows, layers=self.aux_layers)
-
-    @property
-    def aux_layers(self) -> Sequence[int]:
-        return self.head.aux_layers if isinstance(self.head, BackboneHead) else ()
 
     def state_size(self) -> int:
         return (len(self.aux_layers) + 1) * self.target.hidden_size

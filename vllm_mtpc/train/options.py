@@ -119,9 +119,7 @@ class TrainOptions(create_model("KindOptions", __base__=_FirstOptions, **option_
     @classmethod
     def _add_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
         if "law_trust" in values:
-            warnings.warn(
-                "law_trust is now distribution_trust; the old name is read for one more release", stacklevel=2
-            )
+            warnings.warn("law_trust is now distribution_trust, and is read for one more release", stacklevel=2)
             values = {"distribution_trust": values["law_trust"]} | values
             del values["law_trust"]
         return {**_trainer(values.get("head")).defaults, **values}

@@ -108,7 +108,11 @@ class PrefixSource:
         """Return the block of rows[row_indices]."""
         tokens, documents = self.rows.tokens[row_indices], self.rows.document[row_indices]
         parts = zip(tokens.split(BATCH_ROWS), documents.split(BATCH_ROWS), strict=True)
-        return _joined([self._batch(*part) for part in parts])
+        prefixes, left, right = zip(*(self._batch(*part) for part in parts), strict=True)
+        hidden, keys, values, positions, numbers = zip(*prefixes, strict=True)
+        layers = [[torch.cat(states) for states in zip(*some, strict=True)] for some in (keys, values)]
+        prefix = Prefix(torch.cat(hidden), layers[0], layers[1], torch.cat(positions), torch.cat(numbers))
+        return Block(prefix, torch.cat(left), torch.cat(right))
 
     @torch.no_grad()
     def _batch(self, tokens: Tensor, documents: Tensor) -> Block:
@@ -133,13 +137,6 @@ def draw_numbers(window: int, beta: float, seed: int, count: int) -> Tensor:
     generator = np.random.default_rng(seed)
     numbers = np.stack([generator.beta(beta, beta, (count, window)), generator.random((count, window))], 1)
     return torch.from_numpy(numbers.astype(np.float32)).clamp(max=1 - 2**-24)
-
-
-def _joined(blocks: list[Block]) -> Block:
-    hidden, keys, values, positions, documents = zip(*(block.prefix for block in blocks), strict=True)
-    by_layer = ([torch.cat(parts) for parts in zip(*some, strict=True)] for some in (keys, values))
-    prefix = Prefix(torch.cat(hidden), next(by_layer), next(by_layer), torch.cat(positions), torch.cat(documents))
-    return Block(prefix, torch.cat([block.left for block in blocks]), torch.cat([block.right for block in blocks]))
 
 
 class Text(NamedTuple):
