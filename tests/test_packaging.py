@@ -114,11 +114,7 @@ def test_wheel_has_every_source_file_and_asset(wheel: zipfile.ZipFile, sources: 
         if file.is_file()
         and (file.suffix in (".py", ".typed", ".html", ".jinja") or "assets" in file.parts or folder == "kernels")
     }
-    assert {"vllm_mtpc/proposers/__init__.py", "vllm_mtpc/kernels/__init__.py"} <= held
-    assert held == expected
-    for name in demo.NAMES:
-        weights = "u_embed.safetensors" if name in demo.PTP else "model.safetensors"
-        assert {f"vllm_mtpc/demo/assets/{name}/{file}" for file in ("config.json", weights)} <= held
+    assert held == expected >= {"vllm_mtpc/proposers/__init__.py", "vllm_mtpc/demo/assets/btree/model.safetensors"}
     assets = [info.file_size for info in wheel.infolist() if info.filename.startswith("vllm_mtpc/demo/assets/")]
     assert sum(assets) <= MAX_ASSET_BYTES
 

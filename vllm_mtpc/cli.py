@@ -80,25 +80,22 @@ def guard(program: str, call: Callable[[], int]) -> int:
     """Return the exit code of `call`; 1 after one line about bad input, 2 after the log of a failed engine."""
     try:
         return call()
-    except MtpcError as error:
-        return _fail(program, str(error))
+    except KeyboardInterrupt:
+        return 130
     except EngineFailed as error:  # several lines: the end of the log
         print(error, file=sys.stderr)
         return 2
+    except MtpcError as error:
+        message = str(error)
     except OSError as error:
         remedy = (DISK | PATHS if error.filename else DISK).get(error.errno or 0)
         if remedy is None:
             raise
         place = printable(str(error.filename or "a file"), 300)
-        return _fail(program, f"{place}: {error.strerror}; {remedy} and type the same again")
+        message = f"{place}: {error.strerror}; {remedy} and type the same again"
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("vllm_mtpc"):
             raise
-        return _fail(program, f"{error.name} is not installed; type: {SETUP}")
-    except KeyboardInterrupt:
-        return 130
-
-
-def _fail(program: str, message: str) -> int:
+        message = f"{error.name} is not installed; type: {SETUP}"
     print(f"{program}: error: {message}", file=sys.stderr)
     return 1
