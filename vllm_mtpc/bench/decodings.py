@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_mtpc.engine.options import count_mtp_layers
+from vllm_mtpc.engine.options import ON_CPU, count_mtp_layers
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.families import FAMILIES
 
@@ -17,7 +17,6 @@ LOOKUP = {"prompt_lookup_max": 5, "prompt_lookup_min": 2}  # of ngram: the most 
 DRAFTS = 5  # of peers, by default
 CHOOSE_LENGTH = ("suffix", "dspark")  # methods that choose the number of drafts
 PEERS = ("ngram", "suffix", "mtp")
-CPU_CACHE_BYTES = 256 << 20  # of KV cache for each engine: several run at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +147,6 @@ def engine_arguments(
     target: str, dtype: str, max_model_len: int, max_num_seqs: int, on_gpu: bool, more: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the arguments of every engine of a run, by their names in `vllm.LLM`; `more` has precedence."""
-    on_cpu = {} if on_gpu else {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
     return {
         "model": target,
         "dtype": dtype,
@@ -156,6 +154,6 @@ def engine_arguments(
         "max_num_seqs": max_num_seqs,
         "enable_prefix_caching": False,  # prompts repeat
         "seed": 0,
-        **on_cpu,
+        **({} if on_gpu else ON_CPU),
         **more,
     }

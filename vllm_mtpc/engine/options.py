@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from vllm_mtpc.errors import UsageError, first_line, one_line
 
 API_KEY = "VLLM_API_KEY"  # vLLM's own variable
+ON_CPU = {"enforce_eager": True, "kv_cache_memory_bytes": 256 << 20}  # of measured engines: several run at once
 
 
 def parse_mapping(value: Any) -> Any:
