@@ -1,7 +1,7 @@
-"""The doctor on the packaged demo: agreement within 2 %, and injected faults named by their cause.
+"""`vllm-mtpc doctor`: served and predicted counters agree, and injected faults are named by their cause.
 
-Most tests replace the server by the decoding loop on the Hugging Face target, which counts as vLLM does;
-two tests start vLLM itself, healthy and, in the slow one, with a fault.
+Most tests replace the server by the decoding loop on the Hugging Face target, which counts as vLLM does (PTP heads:
+with two passes); three tests start vLLM itself, healthy and, in the slow ones, with a fault and with PTP heads.
 """
 
 from __future__ import annotations
@@ -10,34 +10,53 @@ import argparse
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.tiny import Rejection, TableTarget, continue_all, tiny_head
+from tests.support.tiny import Decoded, Rejection, TableTarget, continue_all, llama_target, tiny_head
+from tests.support.tiny_ptp import continue_prompt, oracle, random_student
 from vllm_mtpc import demo
-from vllm_mtpc.checkpoint import load_head, save_head
+from vllm_mtpc.checkpoint import load_head, save_head, save_ptp
 from vllm_mtpc.data.prompts import held_out
 from vllm_mtpc.data.sources import load_documents
+from vllm_mtpc.engine import served as engine
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.served import Served
-from vllm_mtpc.errors import MtpcError
-from vllm_mtpc.eval import doctor
+from vllm_mtpc.errors import EngineFailed, MtpcError, UsageError
+from vllm_mtpc.eval import doctor, ptp_acceptance
 from vllm_mtpc.eval.acceptance import collect, summarise
 from vllm_mtpc.eval.circuit_evaluator import MtpcEvaluator, noise_given_text
 from vllm_mtpc.eval.evaluator import Asked, attach, load
+from vllm_mtpc.eval.metrics import StepMetrics
+from vllm_mtpc.eval.ptp_evaluator import PtpComparison, PtpEvaluator
 from vllm_mtpc.eval.text import Sampling
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.adapters import DraftLayers
+from vllm_mtpc.heads.ptp.student import Student
 from vllm_mtpc.hf import load_target
 
+HEAD = str(demo.path("btree"))
 K, PROMPTS, TOKENS = 7, 4, 40
+PTP_K, PTP_TOKENS = 4, 32
+PTP_PROMPTS = [[5, 6, 7], [1], [2, 9, 9, 9], [11, 3, 1], [4, 4], [8, 10]]
+SEEDS = [7, 8, 9, 10, 11, 12]
+SAMPLED, GREEDY = Sampling(0.9, 0.95, top_k=10), Sampling(0.0)
+
+
+def as_served(texts: list[Decoded], temperature: float, num_drafts: int) -> Served:
+    """Texts and their counters in vLLM's form."""
+    kept = [count for text in texts for count in text.accepted]
+    reached = tuple(sum(count >= k for count in kept) for k in range(1, num_drafts + 1))
+    counted = Acceptance(len(kept), num_drafts * len(kept), sum(kept), reached)
+    return Served(temperature, [text.tokens for text in texts], counted, "float32")
 
 
 @pytest.fixture(scope="module")
 def loaded() -> MtpcEvaluator:
-    return load(str(demo.path("btree")))
+    return load(HEAD)
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +65,9 @@ def prompts(loaded) -> list[list[int]]:
 
 
 def serve(head, target, prompts, temperature: float, num_drafts: int = K) -> Served:
-    """Counters of the serving rule on the Hugging Face target, in vLLM's form."""
     drafting = Rejection(head, Sampling(temperature), torch.Generator().manual_seed(3), num_drafts)
-    texts = continue_all(target, [torch.tensor(p) for p in prompts], drafting, TOKENS)
-    kept = [count for text in texts for count in text.accepted]
-    reached = tuple(sum(count >= k for count in kept) for k in range(1, num_drafts + 1))
-    counted = Acceptance(len(kept), num_drafts * len(kept), sum(kept), reached)
-    return Served(temperature, [text.tokens for text in texts], counted, "float32")
+    texts = continue_all(target, [torch.tensor(prompt) for prompt in prompts], drafting, TOKENS)
+    return as_served(texts, temperature, num_drafts)
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +119,8 @@ def test_states_without_the_draft_layers_are_named(loaded, prompts, healthy):
         value.data.copy_(torch.randn(value.shape, generator=generator) * 0.3)
     layered = replace(loaded, draft_layers=layers)
     comparison = compare(layered, prompts, healthy[0])
-    assert comparison.differs
     cause = layered.find_cause([comparison], K)
-    assert cause.name == "hidden state" and "without its draft layers" in cause.sentence
+    assert comparison.differs and cause.name == "hidden state" and "without its draft layers" in cause.sentence
 
 
 def random_head(loaded) -> torch.nn.Module:
@@ -121,7 +135,7 @@ def test_another_head_is_named(loaded, prompts):
         assert comparison.differs and loaded.find_cause([comparison], K).name == name
 
 
-def other_target(folder):
+def other_target(folder: Path) -> Path:
     """The demo's target with its last layer's weights turned around."""
     shutil.copytree(demo.path("target"), folder)
     tensors = load_file(folder / "model.safetensors")
@@ -150,12 +164,11 @@ def test_other_numbers_of_drafts_are_named(loaded, prompts, healthy):
 
 def test_lost_precision_is_named(loaded, prompts, tmp_path):
     """Weights of which bfloat16 keeps little: a large common part under the differences that matter."""
-    folder = tmp_path / "coarse"
     config, coarse = load_head(demo.path("btree"))
     coarse.leaf_weight.data += 40.0  # the softmax does not see it; float32 keeps 5 digits below it, bfloat16 none
-    save_head(folder, config, coarse, {}, "made by a test", torch.float32)
-    rounded = MtpcEvaluator.attach(folder, loaded.target, torch.bfloat16).head
-    patient = attach(folder, loaded.target)
+    save_head(tmp_path / "coarse", config, coarse, {}, "made by a test", torch.float32)
+    rounded = MtpcEvaluator.attach(tmp_path / "coarse", loaded.target, torch.bfloat16).head
+    patient = attach(tmp_path / "coarse", loaded.target)
     comparison = compare(patient, prompts, serve(rounded, loaded.target, prompts, 0.0))
     cause = patient.find_cause([comparison], K)
     assert comparison.differs and cause.name == "precision" and "bfloat16" in cause.sentence
@@ -168,31 +181,124 @@ def test_a_head_for_other_weights_is_named(loaded, prompts):
     assert not comparison.differs and untrained.find_untrained_head([comparison], K).name == "hidden state"
 
 
-def arguments(*given: str) -> argparse.Namespace:
+def serve_ptp(student: Student, sampling: Sampling = SAMPLED, drafts=PTP_K, seeds=SEEDS, tokens=PTP_TOKENS) -> Served:
+    pairs = zip(map(torch.tensor, PTP_PROMPTS), seeds, strict=True)
+    texts = [continue_prompt(student, prompt, tokens, sampling, seed, drafts) for prompt, seed in pairs]
+    return as_served(texts, sampling.temperature, drafts)
+
+
+def compare_ptp(student: Student, answer: Served, sampling: Sampling = SAMPLED) -> tuple[PtpEvaluator, PtpComparison]:
+    loaded = PtpEvaluator(Path("head"), student.config, student, student.target)
+    return loaded, loaded.compare(Asked(PTP_PROMPTS, PTP_K, sampling.top_k, sampling.top_p, SEEDS), answer)
+
+
+@pytest.mark.parametrize("variant", ["o-ptp", "c-ptp"])
+@pytest.mark.parametrize("sampling", [SAMPLED, GREEDY])
+def test_ptp_counters_are_predicted_to_the_step(variant, sampling):
+    student = random_student(llama_target(vocab_size=12), variant)
+    answer = serve_ptp(student, sampling)
+    _, comparison = compare_ptp(student, answer, sampling)
+    assert comparison.predicted.steps == answer.acceptance.drafts and not comparison.differs
+    assert comparison.predicted.per_position == pytest.approx(answer.acceptance.per_position)
+    assert comparison.not_picked == 0 and comparison.chain.differing == 0 and not comparison.chain.other_target
+
+
+def test_faults_of_ptp_heads_are_named():
+    """Another head, number of drafts, target, and other seeds: then the text is the target's, but not what u picks."""
+    target = llama_target(vocab_size=12)
+    student, other = random_student(target), random_student(llama_target(vocab_size=12, seed=9))
+    cases = {
+        "head": (serve_ptp(random_student(target, seed=5), GREEDY), GREEDY),
+        "drafts": (serve_ptp(student, drafts=1), SAMPLED),
+        "target": (serve_ptp(other), SAMPLED),
+        "u": (serve_ptp(student, seeds=[seed + 100 for seed in SEEDS]), SAMPLED),
+    }
+    for name, (answer, sampling) in cases.items():
+        loaded, comparison = compare_ptp(student, answer, sampling)
+        cause = loaded.find_cause([comparison], PTP_K)
+        assert cause.name == name and (comparison.differs or name in ("target", "u"))
+    assert comparison.not_picked > 0.2 and not comparison.chain.other_target and "verify by u" in cause.sentence
+
+
+def test_rows_with_the_wrong_u_are_named():
+    """A student that reads u well; the served one had the numbers of one position too early on its rows."""
+    sampling = Sampling(1.0)
+    right = oracle("o-ptp", vocab_size=12, window=PTP_K + 1)
+    answer = serve_ptp(random_student(right.target), sampling, tokens=7)
+    loaded, comparison = compare_ptp(right, answer, sampling)
+    numbers = {"u": comparison.u, "carried": comparison.u.roll(1, 1)}
+    before = ptp_acceptance.collect(right, comparison.samples, sampling, PTP_K, **numbers)
+    figures = StepMetrics.of(*before.steps(two_pass=True))
+    reached = tuple(round(share * figures.steps) for share in figures.per_position)
+    counted = Acceptance(round(figures.steps), PTP_K * round(figures.steps), sum(reached), reached)
+    cause = loaded.find_cause([replace(comparison, served=replace(answer, acceptance=counted))], PTP_K)
+    assert cause.name == "u" and "before the right one" in cause.sentence
+
+
+def test_a_head_that_does_not_read_u_is_named():
+    student = random_student(llama_target(vocab_size=12))
+    for value in student.lora().values():
+        value.zero_()  # rows that see u, and a target that was never taught to
+    loaded, comparison = compare_ptp(student, serve_ptp(student))
+    assert not comparison.differs and loaded.find_untrained_head([comparison], PTP_K).name == "u"
+    reader = oracle("o-ptp", vocab_size=12, window=PTP_K + 1)
+    answer = serve_ptp(random_student(reader.target), Sampling(1.0), tokens=7)
+    loaded, comparison = compare_ptp(reader, answer, Sampling(1.0))
+    assert loaded.find_untrained_head([comparison], PTP_K) is None
+    baseline = random_student(llama_target(vocab_size=12), "independent")
+    loaded, comparison = compare_ptp(baseline, serve_ptp(baseline))
+    assert loaded.find_untrained_head([comparison], PTP_K) is None  # the baseline is not meant to
+
+
+@pytest.fixture(scope="module")
+def ptp_head(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A head of random weights for the demo's target."""
+    folder = tmp_path_factory.mktemp("ptp") / "head"
+    target = load_target(demo.path("target"), attention="torch")
+    student = random_student(target, verifier=str(demo.path("target")))
+    save_ptp(folder, student.config, student.lora(), student.embedding, {}, "made by a test", torch.float32)
+    return str(folder)
+
+
+def arguments(head: str, *given: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     doctor.add_arguments(parser)
-    return parser.parse_args([str(demo.path("btree")), *given])
+    return parser.parse_args([head, "--dtype", "float32", *given])
 
 
-def test_bad_requests_are_refused_before_anything_starts():
-    for given, message in (
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
         (["--prompts", "0"], "allowed are 1 and above"),
         (["--max-tokens", "1000"], "lower --max-tokens"),
         (["--num-drafts", "0"], "allowed are 1 to 7"),
-    ):
-        with pytest.raises(MtpcError, match=message):
-            doctor.run(arguments(*given))
+        (["--draft-pass", "merged"], "name a PTP head"),
+    ],
+)
+def test_bad_requests_are_refused_before_anything_starts(given, message):
+    with pytest.raises(MtpcError, match=message):
+        doctor.run(arguments(HEAD, *given))
     with pytest.raises(SystemExit):
-        arguments("--engine", "[]")
+        arguments(HEAD, "--engine", "[]")
+
+
+def test_refusal_where_v2_cannot_run_is_one_line(ptp_head, monkeypatch):
+    def refuse(engine, prompts, temperatures, max_tokens, log, **more):
+        assert engine["speculative_config"]["method"] == "ptp" and more["seeds"] == [0, 1]
+        log.write_text("ServeConfigError: method 'ptp' on Model Runner V1: it drafts from token lists\n")
+        raise EngineFailed("the engine ended with exit code 1")
+
+    monkeypatch.setattr(engine, "serve", refuse)
+    with pytest.raises(UsageError, match="Model Runner V2 alone") as caught:
+        doctor.run(arguments(ptp_head, "--prompts", "2", "--max-tokens", "12", "--device", "cpu"))
+    assert "\n" not in str(caught.value)
 
 
 def test_vllm_serves_the_demo_as_predicted(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
-    report = tmp_path / "report.json"
-    few = ("--prompts", "8", "--max-tokens", "64", "--dtype", "float32")
-    record, log = tmp_path / "served.jsonl", tmp_path / "vllm.log"
-    args = arguments(*few, "--json", str(report), "--record", str(record), "--log", str(log))
-    assert doctor.run(args) == 0
+    report, record, log = tmp_path / "report.json", tmp_path / "served.jsonl", tmp_path / "vllm.log"
+    files = ("--json", str(report), "--record", str(record), "--log", str(log))
+    assert doctor.run(arguments(HEAD, "--prompts", "8", "--max-tokens", "64", *files)) == 0
     printed = capsys.readouterr().out
     assert "tokens/step:" in printed and "\nhealthy" in printed
     started = "Model Runner V1, CUDA graphs of the target: NONE, of drafts: NONE; MtpcSpeculativeConfig("
@@ -208,8 +314,23 @@ def test_vllm_serves_the_demo_as_predicted(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_vllm_serving_another_target_is_noticed(tmp_path, capsys):
+def test_vllm_serving_another_target_is_noticed(tmp_path):
     injected = str(other_target(tmp_path / "other"))
-    few = ("--prompts", "4", "--max-tokens", "32", "--temperature", "0", "--dtype", "float32")
-    diagnosis = doctor.diagnose(arguments(*few, "--engine", json.dumps({"model": injected})))
+    few = ("--prompts", "4", "--max-tokens", "32", "--temperature", "0")
+    diagnosis = doctor.diagnose(arguments(HEAD, *few, "--engine", json.dumps({"model": injected})))
     assert diagnosis.cause.name == "target" and "another target" in diagnosis.verdict
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft_pass", ["two-pass", "merged"])
+def test_vllm_serves_ptp_heads_as_predicted(ptp_head, draft_pass, monkeypatch, root):
+    """Model Runner V2 in Triton's interpreter."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("PYTHONPATH", str(root / "scripts" / "interpreter"))
+    args = arguments(ptp_head, "--prompts", "3", "--max-tokens", "24", "--device", "cpu", "--draft-pass", draft_pass)
+    diagnosis = doctor.diagnose(args)
+    for comparison in diagnosis.comparisons:
+        assert comparison.served.acceptance.drafts == comparison.predicted.steps
+        assert comparison.difference == pytest.approx(0) and comparison.not_picked == 0
+    assert diagnosis.cause is None or diagnosis.cause.name == "u"  # a random head need not read u

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 import torch
 
 from tests.support.tiny import llama_target
 from tests.support.tiny_ptp import VARIANTS, continue_prompt, oracle, random_student
-from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval import ptp_acceptance as ptp
 from vllm_mtpc.eval.metrics import exact_counts
 from vllm_mtpc.eval.ptp_acceptance import request_u
@@ -146,21 +147,8 @@ def test_steps_follow_each_other():
 
 def test_reading_of_u_is_distinguished_from_noise():
     def figures(accuracy: float, shuffled: float, contexts: int) -> ptp.PtpMetrics:
-        distribution = {
-            "per_position": [],
-            "histogram": [],
-            "two_pass_tokens_per_step": 1,
-            "two_pass_standard_error": 0,
-        }
-        rest = {
-            "anywhere": 1,
-            "shuffled_tokens_per_step": 1,
-            "sequences": 9,
-            "contexts": contexts,
-            "steps": 9,
-            "tokens_per_step": 1,
-        }
-        return ptp.PtpMetrics(accuracy=accuracy, shuffled_accuracy=shuffled, standard_error=0, **distribution, **rest)
+        others = dict.fromkeys((field.name for field in fields(ptp.PtpMetrics)), 1)
+        return ptp.PtpMetrics(**{**others, "accuracy": accuracy, "shuffled_accuracy": shuffled, "contexts": contexts})
 
     assert ptp.uses_u(figures(0.6, 0.3, 1000)) and not ptp.uses_u(figures(0.6, 0.595, 1000))
     assert not ptp.uses_u(figures(0.6, 0.5, 30)) and not ptp.uses_u(figures(0.5, 0.5, 10**6))
@@ -171,12 +159,3 @@ def test_u_of_requests_is_a_hash_of_seed_and_position():
     assert torch.equal(request_u(Sampling(1.0), [3], 5, 4, u.device)[0], u[0, 5:9])
     assert len(set(u.flatten().tolist())) == 100
     assert (request_u(Sampling(0.0), [3], 5, 4, u.device) == 0.5).all()
-
-
-def test_text_that_is_too_short_is_refused():
-    target = llama_target()
-    samples = written(target, tokens=1)
-    with pytest.raises(UsageError, match="raise the number of new tokens"):
-        ptp.measure_ptp(random_student(target), samples, SAMPLED)
-    with pytest.raises(UsageError, match="allowed are 1 to 4"):
-        ptp.measure_ptp(random_student(target), samples, SAMPLED, num_drafts=5)

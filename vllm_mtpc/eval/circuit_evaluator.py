@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
@@ -132,23 +133,24 @@ class MtpcEvaluator(Evaluator):
     def _rivals(self, num_drafts: int) -> Iterator[Rival]:
         """Yield faults of drafting, each with a function that predicts the counters under it."""
 
-        def rival(name: str, sentence: str, head: Head, change: Callable[[Samples], Samples]) -> Rival:
+        def rival(name: str, sentence: str, head: Head, draft_of: Callable[[Samples], Tensor | None]) -> Rival:
             cause = Cause(name, f"the served counters are those of the head {sentence}")
-            return cause, lambda one: self._predict(one, head, change(one.samples), num_drafts)
+            return cause, lambda one: self._predict(one, head, draft_of(one.samples), num_drafts)
 
         for name in ("bfloat16", "float16"):
             rounded = self.attach(self.folder, self.target, getattr(torch, name)).head
             sentence = f"in {name}: precision costs this head its drafts; serve it in float32"
-            yield rival("precision", sentence, rounded, lambda samples: samples)
-        for shift, side in ((1, "before"), (-1, "after")):
+            yield rival("precision", sentence, rounded, lambda samples: samples.draft)
+        shifts = {"before": lambda samples: samples.read.roll(1, 1), "after": lambda samples: samples.read.roll(-1, 1)}
+        for side, shifted in shifts.items():
             sentence = f"with the hidden state of the position {side} the right one"
-            moved = lambda samples, by=shift: replace(samples, draft=samples.read.roll(by, 1))  # noqa: E731
-            yield rival("hidden state", sentence, self.head, moved)
+            yield rival("hidden state", sentence, self.head, shifted)
         if self.draft_layers is not None:
             sentence = "with the target's own hidden state, without its draft layers"
-            yield rival("hidden state", sentence, self.head, lambda samples: replace(samples, draft=None))
+            yield rival("hidden state", sentence, self.head, lambda samples: None)
 
-    def _predict(self, comparison: Comparison, head: Head, samples: Samples, num_drafts: int) -> Metrics:
+    def _predict(self, comparison: Comparison, head: Head, draft: Tensor | None, num_drafts: int) -> Metrics:
+        samples = replace(comparison.samples, draft=draft)
         return summarise(collect(head, self.target, samples, comparison.sampling, num_drafts), overlap=False)
 
     def _chance(self, comparison: Comparison, num_drafts: int) -> float:
@@ -156,7 +158,7 @@ class MtpcEvaluator(Evaluator):
         samples, generator = comparison.samples, torch.Generator().manual_seed(0)
         known, states = (samples.tokens >= 0)[:, :-1], samples.read.clone()
         states[known] = samples.read[known][torch.randperm(int(known.sum()), generator=generator)]
-        return self._predict(comparison, self.head, replace(samples, draft=states), num_drafts).per_position[0]
+        return self._predict(comparison, self.head, states, num_drafts).per_position[0]
 
 
 def noise_given_text(contexts: Contexts) -> float:

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import argparse
 
-    from vllm_mtpc.eval.evaluator import Evaluator
-
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -42,6 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from pydantic import TypeAdapter
+    from rich.table import Table
+    from rich.text import Text
 
     from vllm_mtpc.data.sources import load_documents
     from vllm_mtpc.engine import provenance
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from vllm_mtpc.families import FAMILIES
     from vllm_mtpc.flags import check_positive
     from vllm_mtpc.hf import check_length
-    from vllm_mtpc.report import check_file, write_json
+    from vllm_mtpc.report import check_file, console, write_json
 
     check_positive(args, "sequences", "prompt_tokens", "new_tokens", "batch")
     check_file(args.json)
@@ -70,7 +70,14 @@ def run(args: argparse.Namespace) -> int:
     texts = prompts(documents, args.sequences, args.prompt_tokens, args.seed)
     check_length(target.name, target.config, texts, args.new_tokens + drafts, "--new-tokens")
     results = [evaluator.measure(texts, temperature, drafts, args) for temperature in args.temperature]
-    _print(evaluator, results, f"{evaluator.title(drafts)}\non {target.name}")
+    table = Table("", title=Text(f"{evaluator.title(drafts)}\non {target.name}"), title_justify="left")
+    for result in results:
+        table.add_column(f"T={result.temperature:g}", justify="right")
+    columns = list(map(evaluator.rows, results))
+    for name in columns[0]:
+        table.add_row(name, *(column[name] for column in columns))
+    for part in (table, Text(DEFINITIONS), *map(Text, evaluator.warnings(results))):
+        console().print(part)
     if args.json:
         report = {
             **provenance.collect(),
@@ -83,20 +90,3 @@ def run(args: argparse.Namespace) -> int:
         }
         write_json(args.json, report)
     return 0
-
-
-def _print(evaluator: Evaluator, results: list[Any], title: str) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    from vllm_mtpc.engine.counters import DEFINITIONS
-    from vllm_mtpc.report import console
-
-    table = Table("", title=Text(title), title_justify="left")
-    for result in results:
-        table.add_column(f"T={result.temperature:g}", justify="right")
-    columns = list(map(evaluator.rows, results))
-    for name in columns[0]:
-        table.add_row(name, *(column[name] for column in columns))
-    for part in (table, Text(DEFINITIONS), *map(Text, evaluator.warnings(results))):
-        console().print(part)

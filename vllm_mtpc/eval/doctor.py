@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from vllm_mtpc.eval.evaluator import Asked, Cause, Comparison, Evaluator
 
 MAX_NUM_SEQS = 16
-CPU_CACHE_BYTES = 256 << 20
 PROMPT_BYTES = 1 << 16  # of data read for each prompt
 
 
@@ -88,6 +87,7 @@ def diagnose(args: argparse.Namespace) -> Diagnosis:
         check_file(getattr(args, name), f"--{name}")
     if importlib.util.find_spec("vllm") is None:
         raise UsageError(f"vllm is not installed, and doctor serves with it; type: {SETUP}")
+    from vllm_mtpc.engine.options import ON_CPU
     from vllm_mtpc.eval.evaluator import Asked, load, resolve, target_of
     from vllm_mtpc.eval.metrics import check_drafts
     from vllm_mtpc.families import FAMILIES
@@ -102,7 +102,7 @@ def diagnose(args: argparse.Namespace) -> Diagnosis:
     engine: dict[str, Any] = {"model": target, "dtype": args.dtype, "seed": args.seed}
     engine |= {"max_num_seqs": MAX_NUM_SEQS, "max_model_len": length}
     if choose_device(args.device).type == "cpu":
-        engine |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
+        engine |= ON_CPU
     engine |= args.engine
     engine["speculative_config"] = {
         "method": config.speculators_model_type,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
@@ -79,7 +80,6 @@ class Comparison:
 
     @property
     def differs(self) -> bool:
-        """Whether the difference exceeds both the tolerance and the noise."""
         return not self.agrees(self.predicted)
 
     def agrees(self, predicted: StepMetrics) -> bool:
@@ -179,11 +179,12 @@ class Evaluator(Protocol):
 
     def find_cause(self, comparisons: Sequence[Any], num_drafts: int) -> Cause:
         """Return the most likely cause where one of the comparisons differs."""
+        drafts = (_other_number_of_drafts(one, num_drafts) for one in comparisons)
+        target = (_other_target(one, self.target) for one in comparisons)
         return (
-            _first_cause(comparisons, lambda one: _other_number_of_drafts(one, num_drafts))
-            or _first_cause(comparisons, lambda one: _other_target(one, self.target))
+            next(filter(None, itertools.chain(drafts, target)), None)
             or self.find_drafting_fault(comparisons, num_drafts)
-            or _first_cause(comparisons, _lost_positions)
+            or next(filter(None, map(_lost_positions, comparisons)), None)
             or self.find_head_fault(comparisons, num_drafts)
         )
 
@@ -227,10 +228,6 @@ def attach(folder: Path, target: Target) -> Evaluator:
                 f"trained for ({config.speculators_config.verifier.name_or_path})"
             )
     return FAMILIES[config.speculators_model_type].evaluator.attach(folder, target)
-
-
-def _first_cause(comparisons: Iterable[Comparison], cause_of: Callable[[Any], Cause | None]) -> Cause | None:
-    return next(filter(None, map(cause_of, comparisons)), None)
 
 
 def _other_number_of_drafts(comparison: Comparison, num_drafts: int) -> Cause | None:

@@ -234,7 +234,6 @@ def with_backbone(samples: Samples, head: BackboneHead, target: Target, batch: i
 @torch.inference_mode()
 def with_draft_layers(samples: Samples, layers: DraftLayers, batch: int = 8) -> Samples:
     """Add the states of draft ``layers``, which the head reads."""
-    pieces = []
-    for tokens in samples.tokens[:, :-1].clamp(min=0).split(batch):
-        pieces.append(layers.draft(layers.trunk(tokens)).to(samples.hidden.dtype).cpu())
-    return replace(samples, draft=torch.cat(pieces))
+    parts = samples.tokens[:, :-1].clamp(min=0).split(batch)
+    states = [layers.draft(layers.trunk(tokens)).to(samples.hidden.dtype).cpu() for tokens in parts]
+    return replace(samples, draft=torch.cat(states))
