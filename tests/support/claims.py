@@ -25,8 +25,9 @@ def page(folder: Path = ROOT / "tests") -> str:
     for file in sorted(folder.rglob("test_*.py")):
         tree = ast.parse(file.read_text(encoding="utf-8"))
         claims = list(_claims(tree.body))
+        sentence = " ".join((ast.get_docstring(tree) or "").partition("\n\n")[0].split())
         if claims:
-            parts += [f"## {file.relative_to(folder)}", "", _sentence(tree), "", *claims, ""]
+            parts += [f"## {file.relative_to(folder)}", "", sentence, "", *claims, ""]
     return "\n".join(parts)
 
 
@@ -38,28 +39,16 @@ def _claims(body: list[ast.stmt]) -> list[str]:
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
             name = node.name.removeprefix("test_").replace("_", " ")
             features = ", ".join(_features(node))
-            notes = [f"features: {features}" if features else "", "nightly" * _is_slow(node)]
+            is_slow = any(ast.unparse(mark) == "pytest.mark.slow" for mark in node.decorator_list)
+            notes = [f"features: {features}" if features else "", "nightly" * is_slow]
             lines.append("; ".join([f"* {name}", *filter(None, notes)]))
     return lines
 
 
-def _sentence(node: ast.Module) -> str:
-    """The first paragraph of a docstring, on one line."""
-    return " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
-
-
-def _marks(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.expr]:
-    return [mark for mark in node.decorator_list if ast.unparse(mark).startswith("pytest.mark.")]
-
-
 def _features(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
-    calls = [mark for mark in _marks(node) if isinstance(mark, ast.Call) and mark.args]
+    calls = [mark for mark in node.decorator_list if isinstance(mark, ast.Call)]
     named = [call for call in calls if ast.unparse(call.func) == "pytest.mark.feature"]
     return [ast.unparse(call.args[0]).strip("'\"") for call in named]
-
-
-def _is_slow(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return any(ast.unparse(mark) == "pytest.mark.slow" for mark in _marks(node))
 
 
 if __name__ == "__main__":

@@ -72,19 +72,14 @@ def page(runs: Sequence[dict[str, Any]] | None = None) -> str:
 
 def _counted(run: dict[str, Any], column: str) -> str:
     """The number of features that hold in a column, are refused, or failed."""
-    shown: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    shown: dict[str, set[str]] = defaultdict(set)  # kinds of tests by feature
     for cell in run["cells"]:
         if cell["column"] == column and cell["feature"] in ROWS and (cell["failed"] or cell["passed"]):
-            shown[cell["feature"]].append(cell)
-    failed = [row for row, cells in shown.items() if any(cell["failed"] for cell in cells)]
-    held = [
-        row
-        for row, cells in shown.items()
-        if row not in failed and any(cell["kind"] in ("distribution", "exact") for cell in cells)
-    ]
-    refused = len(shown) - len(failed) - len(held)
-    parts = [f"{count} {word}" for count, word in ((len(held), "hold"), (refused, "refused or off")) if count]
-    parts += [f"**{len(failed)} failed**"] * bool(failed)
+            shown[cell["feature"]].add("failed" if cell["failed"] else cell["kind"])
+    failed = sum("failed" in kinds for kinds in shown.values())
+    held = sum("failed" not in kinds and not kinds.isdisjoint(("distribution", "exact")) for kinds in shown.values())
+    counts = ((held, "hold"), (len(shown) - failed - held, "refused or off"))
+    parts = [f"{count} {word}" for count, word in counts if count] + [f"**{failed} failed**"] * bool(failed)
     return ", ".join(parts) + f" of {len(ROWS)}" if parts else "not run"
 
 

@@ -20,12 +20,7 @@ import pytest
 
 KEPT = Path(__file__).parents[2] / "benchmarks" / "results" / "tests-all.json"
 V1, V2, PTP = COLUMNS = ("mtpc on V1", "mtpc on V2", "ptp on V2")
-KINDS = {
-    "distribution": "distribution",
-    "exact": "exact",
-    "refused": "refused",
-    "off": "turned off",
-}  # as they are shown, in this order
+KINDS = {"distribution": "distribution", "exact": "exact", "refused": "refused", "off": "turned off"}  # as shown
 HEADER = """# Features
 
 Features of requests and engines with drafts. Written by `python -m tests.support.features --write

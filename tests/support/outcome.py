@@ -64,7 +64,7 @@ class Outcome:
         }
 
     def cells_as_json(self) -> list[dict[str, Any]]:
-        """The cells of the feature page that each test function fills, with its counts of results."""
+        """Return the cells of the feature page that each test function fills, with its counts of results."""
         counted: dict[tuple[str, ...], dict[str, int]] = {}
         for test in sorted(self.cells):
             function = test.partition("[")[0].removeprefix("tests/")
@@ -76,7 +76,7 @@ class Outcome:
 
 
 def seconds_of(file: str, kinds: set[str]) -> float:
-    """What the file took in the run that is kept; a file that is not known is taken early, like a long one."""
+    """Return the seconds of a file's tests in the kept run; 60 for a file that is not in it."""
     known = _kept().get(file)
     return 60.0 if known is None else sum(known[kind] for kind in kinds)
 
