@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from tests.support import features
-from tests.support.engine import DEMO, Call, ask, build, run, run_with_plain
+from tests.support.engine import DEMO, Call, ask, build, run_with_plain
 from tests.support.features import PTP, V1, V2
 from tests.support.models import make_head, make_ptp_head, make_target, random_lora
 from tests.support.quantised import quantise, quantise_weights
-from tests.support.requests import ALL_DRAFTS, COLUMNS, prompt, same_logprobs
+from tests.support.requests import ALL_DRAFTS, COLUMNS, same_logprobs
 from vllm_mtpc.heads.adapters import MODULES
 
 VOCAB, BLOCK = 48, 32
@@ -29,6 +27,7 @@ CHUNKS = [[(7 * start + place) % VOCAB for place in range(length)] for start, le
 # row of the feature page: columns, target, calls, arguments
 CASES: dict[str, tuple[tuple[str, ...], str, list[Call], dict[str, Any]]] = {
     "8-bit target (int8, compressed-tensors)": (features.COLUMNS, "int8", [ask(PROMPTS, 24)], {"dtype": "bfloat16"}),
+    "8-bit target (int8, compressed-tensors), lm_head too": ((V1,), "int8 lm_head", [ask(PROMPTS, 24)], {}),
     "4-bit target (int4 weights, compressed-tensors)": (
         features.COLUMNS, "int4", [ask(PROMPTS, 24)], {"dtype": "bfloat16"}
     ),
@@ -37,8 +36,6 @@ CASES: dict[str, tuple[tuple[str, ...], str, list[Call], dict[str, Any]]] = {
         (PTP,), "float", [ask(CHUNKS, 16)], {"max_num_batched_tokens": 24, "enable_prefix_caching": False}
     ),
     "torch.compile": ((V1,), "float", [ask(PROMPTS, 24)], {"enforce_eager": False}),
-    # on V1 vLLM would give every request K zeros within a draft's length of the end
-    "max_model_len reached": ((V1,), "demo", [ask([prompt(100)], 40)], {"max_model_len": 106}),
 }  # fmt: skip
 for mode in ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"):
     asked = [ask(PROMPTS, 24, logprobs=3, prompt_logprobs=2, repetition_penalty=1.2)]
@@ -47,11 +44,11 @@ for mode in ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logi
 
 def table() -> list[Any]:
     rows = []
-    for name, (columns, target, *_) in CASES.items():
-        row = "logprobs_mode: all four" if name.endswith(("logprobs", "logits")) else name
+    for name, (columns, *_) in CASES.items():
+        row = "logprobs_mode: all four" if name.endswith(("logprobs", "logits")) else name.removesuffix(", lm_head too")
         why = "the draft next to it is eager" if row == "torch.compile" else ""
         for column in columns:
-            marks = [pytest.mark.feature(row, "exact", column, why=why), *[pytest.mark.slow] * (target != "demo")]
+            marks = [pytest.mark.feature(row, "exact", column, why=why), pytest.mark.slow]
             rows.append(pytest.param(name, column, marks=marks, id=f"{name}, {column}"))
     return rows
 
@@ -62,20 +59,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = make_target(folder / "float" / "target", VOCAB, seed=3)
     make_head(folder / "float" / "mtpc", target, "btree", 4, 2)
     make_ptp_head(folder / "float" / "ptp", target, "o-ptp", 5, scale=0.01)
-    make_lora(folder / "lora", target)
     for bits, quantised in (("int8", quantise), ("int4", quantise_weights)):
         quantised(folder / "float" / "target", folder / bits / "target")
         for head in ("mtpc", "ptp"):
             (folder / bits / head).symlink_to(folder / "float" / head)
+    quantise(folder / "float" / "target", folder / "int8 lm_head" / "target", lm_head=True)
+    make_head(folder / "int8 lm_head" / "mtpc", target, "btree", 4, 2, head="shared", expander_rank=16)
+    # an adapter of random matrices, loud enough to change the text
+    (folder / "lora").mkdir()
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": list(MODULES), "bias": "none"}
+    (folder / "lora" / "adapter_config.json").write_text(json.dumps(config))
+    save_file(random_lora(target, 8, 0.2, 0.2), folder / "lora" / "adapter_model.safetensors")
     return folder
-
-
-def make_lora(folder: Path, target: torch.nn.Module, rank: int = 8) -> None:
-    """An adapter of random matrices, loud enough to change the text."""
-    folder.mkdir()
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(MODULES), "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    save_file(random_lora(target, rank, 0.2, 0.2), folder / "adapter_model.safetensors")
 
 
 @pytest.mark.parametrize(("name", "column"), table())
@@ -84,9 +79,8 @@ def test_text_is_plain_vllms(folder: Path, name: str, column: str) -> None:
     _, target, calls, arguments = CASES[name]
     if "LoRA" in name:
         calls = [replace(calls[0], lora=str(folder / "lora")), calls[1]]
-    place, head = (DEMO, "btree") if target == "demo" else (folder / target, method)
     spec = {"method": "ptp", "num_speculative_tokens": 3, "max_aux_rows": 24} if method == "ptp" else ALL_DRAFTS
-    ours = build(place, head, calls, spec=spec, **{"max_model_len": 96, **arguments})
+    ours = build(folder / target, method, calls, spec=spec, **{"max_model_len": 96, **arguments})
     drafted, plain = run_with_plain(ours, runner, VLLM_DISABLE_COMPILE_CACHE="1")
     for mine, theirs in zip(drafted, plain, strict=True):
         assert mine.tokens == theirs.tokens
@@ -102,12 +96,10 @@ def test_text_is_plain_vllms(folder: Path, name: str, column: str) -> None:
 def make_windowed(folder: Path) -> Any:
     """A target whose layers see windows of 64 tokens, but for every third, which sees all: two groups of KV blocks."""
     torch.manual_seed(3)
-    layers = ["sliding_attention", "sliding_attention", "full_attention"]
-    config = Gemma3TextConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, sliding_window=64, layer_types=layers, max_position_embeddings=512,
-        initializer_range=0.3, query_pre_attn_scalar=32, bos_token_id=None, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "head_dim": 32}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.3, "query_pre_attn_scalar": 32}
+    sizes |= {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 64}
+    config = Gemma3TextConfig(**sizes, bos_token_id=None, eos_token_id=None, pad_token_id=None)
     model = Gemma3ForCausalLM(config).eval()
     model.save_pretrained(folder)
     return model
@@ -140,35 +132,3 @@ def test_prefix_cache_hits_equal_plain_vllm(runner: str, method: str, windowed: 
             assert mine.metrics[counter] == theirs.metrics[counter]
     assert plain[-1].metrics["vllm:prefix_cache_hits"] >= 8 * BLOCK
     assert ours[-1].steps > 0 and (windowed or ours[-1].accepted > 0)
-
-
-def test_jumping_clocks_and_a_full_kv_cache_change_no_greedy_token() -> None:
-    """Costs are learnt from a clock; eight requests outgrow ten blocks, so some are preempted and read again."""
-    calls = [ask([prompt(20, start) for start in range(8)], 100), ask([prompt(12)], 100)]
-    arguments = {"max_model_len": 240, "max_num_batched_tokens": 40, "block_size": 32, "num_gpu_blocks_override": 10}
-    jumping, plain = run_with_plain(build(DEMO, "btree", calls, "clock jumps", **arguments), "v1")
-    assert [reply.tokens for reply in jumping] == [reply.tokens for reply in plain]
-    for reply in jumping:
-        passed = np.diff(reply.recorded)
-        assert (passed > 3000).any() and (passed < -3000).any() and (passed == 0).any()
-        assert reply.accepted > 0
-    assert jumping[0].metrics["vllm:num_preemptions"] > 0
-
-
-@pytest.mark.parametrize("runner", ["v1", pytest.param("v2", marks=pytest.mark.slow)])
-def test_bundled_head_drafts_and_broken_head_changes_nothing(runner: str, tmp_path: Path) -> None:
-    shipping, broken = (Path(shutil.copytree(DEMO / "target", tmp_path / name)) for name in ("shipping", "broken"))
-    shutil.copytree(DEMO / "btree", shipping / "mtpc")
-    config = Path(shutil.copytree(DEMO / "ff", broken / "mtpc" / "default"), "config.json")
-    config.write_text(json.dumps({**json.loads(config.read_text()), "hidden_size": 96}))
-    prompts = [list(b"def read(path):\n    "), list(b"import os\nimport ")]
-    plain = build(DEMO, None, [ask(prompts, 24)], max_model_len=128)
-    engines = {"plain": plain, "broken": replace(plain, model=str(broken))}
-    engines["shipping"] = replace(plain, model=str(shipping))
-    engines["failing"] = replace(engines["shipping"], injected="does_not_load")  # once a worker runs
-    replies = {name: reply for name, (reply,) in run(engines, runner, MTPC_AUTO="1").items()}
-    assert all(reply.tokens == replies["plain"].tokens for reply in replies.values())
-    assert [name for name, reply in replies.items() if reply.accepted] == ["shipping"]
-    assert not replies["failing"].steps or runner == "v2"  # one step, asynchronous
-    assert 0 < replies["shipping"].metrics["vllm:spec_decode_steps"] <= 24 * len(prompts)
-    assert "vllm:spec_decode_steps" not in replies["plain"].metrics
