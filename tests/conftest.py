@@ -63,12 +63,3 @@ def _file(item: pytest.Item) -> str:
 def root() -> Path:
     """The checkout."""
     return ROOT
-
-
-@pytest.fixture(scope="session")
-def shared_dir() -> Path:
-    """The folder ``shared`` next to the checkout: data too large for it. Tests that need it are skipped without it."""
-    folder = ROOT.parent / "shared"
-    if not folder.is_dir():
-        pytest.skip(f"no folder {os.path.relpath(folder, ROOT)} next to the checkout: its data is needed here")
-    return folder

@@ -97,6 +97,8 @@ HELP = "for words in ['--help'], ['inspect', '--help']:\n try: main(words)\n exc
     [
         ("import vllm_mtpc; assert vllm_mtpc.METHODS", {"torch", "pydantic", "vllm"}),
         (f"from vllm_mtpc.cli import main\n{HELP}", {"torch", "vllm", "transformers", "rich"}),
+        ("from vllm_mtpc.eval import command, doctor", {"torch", "vllm", "transformers"}),
+        ("from vllm_mtpc.eval import circuit_evaluator, evaluator, ptp_evaluator", {"vllm"}),
         # Filling tensors on the meta device would: seconds at the start of every process that loads a head
         ("from vllm_mtpc.cli import main; assert main(['inspect', 'HEAD']) == 0", {"torch._dynamo", "sympy"}),
     ],
@@ -104,12 +106,6 @@ HELP = "for words in ['--help'], ['inspect', '--help']:\n try: main(words)\n exc
 def test_slow_modules_are_not_imported(folder, code, modules):
     check = f"import sys; print(sorted({modules} & set(sys.modules)))"
     assert python("-c", f"{code.replace('HEAD', str(folder))}\n{check}").stdout.splitlines()[-1] == "[]"
-
-
-def test_python_m_runs_the_command_line(tmp_path):
-    """An error, so that it is over before torch is imported."""
-    result = python("-m", "vllm_mtpc", "inspect", str(tmp_path / "nowhere"))
-    assert result.returncode == 1 and result.stderr.startswith("vllm-mtpc: error: no head at ")
 
 
 def test_missing_torch_names_a_script_that_installs_everything(folder, root):

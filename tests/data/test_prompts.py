@@ -70,11 +70,3 @@ def test_data_without_prompts_is_refused(tmp_path: Path, record: dict | None, me
         write(tmp_path / "d.jsonl", record)
     with pytest.raises(UsageError, match=message):
         loaded([tmp_path / "d.jsonl"], longest=3)
-
-
-def test_spec_bench_prompts_are_read(shared_dir: Path) -> None:
-    file = shared_dir / "data" / "spec_bench.jsonl"
-    if not file.is_file():
-        pytest.skip("data/spec_bench.jsonl is not in the shared folder next to the checkout: its prompts are read here")
-    found = load([str(file)], TARGET, 20, 64, 4096)
-    assert len(found) == 20 and len({tuple(prompt) for prompt in found}) == 20

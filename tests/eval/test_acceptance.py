@@ -34,17 +34,6 @@ def along(distribution: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return distribution.gather(-1, tokens[..., None])[..., 0]
 
 
-@pytest.mark.parametrize("circuit", CIRCUITS)
-@pytest.mark.parametrize("m", [N, N - 1])
-def test_conditionals_agree_with_the_circuit(circuit, m):
-    head, tokens = tiny_head(circuit), all_windows(m)
-    params = head(torch.randn(1, D).expand(len(tokens), D), m)
-    log_q = conditionals(head.circuit, params, tokens)
-    expected = head.circuit.conditional_log_probs(params, tokens)
-    torch.testing.assert_close(along(log_q, tokens), expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(log_q.exp().sum(-1), torch.ones(len(tokens), m))
-
-
 def test_conditionals_marginalise_what_is_not_known():
     head, tokens = tiny_head("btree"), all_windows()
     params = head(torch.randn(1, D).expand(len(tokens), D))

@@ -178,8 +178,3 @@ def test_a_circuit_is_trained_on_a_drafter(drafters_place: Path, freeze: bool) -
         torch.equal(head.backbone.get_parameter(name), value) for name, value in drafter.backbone.named_parameters()
     ]
     assert all(same) if freeze else not any(same)
-
-
-def test_a_drafter_of_another_window_is_refused(drafters_place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mine = options(drafters_place, "original dspark", window=8)
-    assert "cannot start from a head of (5, 257, 32)" in refused(capsys, drafters_place, "no", circuit="hmm", **mine)
