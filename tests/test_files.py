@@ -1,4 +1,4 @@
-"""Files of ours take their names when they are whole, and are written nowhere else."""
+"""Files of ours take their names when they are whole; the place of a result is checked before it is measured."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from vllm_mtpc.cli import main
+from vllm_mtpc.errors import UsageError
 from vllm_mtpc.files import replace_file, replacing
+from vllm_mtpc.report import check_file, check_folder, write_json
 
 
 def test_replace_file_does_not_follow_a_planted_link(tmp_path: Path) -> None:
@@ -32,3 +35,46 @@ def test_replacing_removes_what_a_killed_process_left(tmp_path: Path) -> None:
         assert partial.read_bytes() == b""
         partial.write_bytes(b"whole")
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("file", b"whole")]
+
+
+def test_the_folder_of_a_result_is_made_and_nothing_else_is_left(tmp_path):
+    file = tmp_path / "new" / "deep" / "x.json"
+    check_file(file)
+    assert file.parent.is_dir() and not file.exists()
+    file.write_text("kept")
+    check_file(file)
+    assert file.read_text() == "kept"
+    write_json(file, {"a": 1})
+    assert file.read_text() == '{\n "a": 1\n}\n'
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path, tmp_path / "file" / "x.json", tmp_path / "file" / "deep" / "x.json"):
+        with pytest.raises(UsageError, match=r"--json .*: cannot be written to \(.+\); name another file"):
+            check_file(place)
+    for place in (tmp_path / "file", tmp_path / "file" / "deep"):
+        with pytest.raises(UsageError, match=r"--out .*; name a"):
+            check_folder(place)
+
+
+CACHE = ["cache", "--target", "x", "--data", "x", "--out", "x"]
+HEAD = "vllm_mtpc/demo/assets/btree"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["eval", HEAD, "--data", "x", "--device", "foo"], "--device foo: allowed are auto, cpu, cuda and cuda:N"),
+        (["eval", HEAD, "--data", "x", "--device", "cuda:99"], "--device cuda:99: torch sees"),
+        (["eval", HEAD, "--data", "x", "--json", "setup.py/x"], "--json setup.py/x: cannot be written"),
+        (["doctor", HEAD, "--json", "setup.py/x"], "--json setup.py/x: cannot be written"),
+        (["plot", HEAD, "--out", "setup.py/x"], "--out setup.py/x: cannot be written to"),
+        ([*CACHE, "--device", "foo"], "--device foo: allowed are"),
+    ],
+)
+def test_commands_say_what_is_wrong_before_they_measure(words, message, capsys, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[1])
+    assert main(words) == 1
+    printed = capsys.readouterr().err
+    assert f"vllm-mtpc: error: {message}" in printed and len(printed.splitlines()) == 1

@@ -10,18 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import compatibility, features
+from tests.support import claims, compatibility, features
 from vllm_mtpc.circuits import get_circuit
 from vllm_mtpc.heads.shared import SharedHead
 
-PAGES = {"features": features, "compatibility": compatibility}
+PAGES = {"benchmarks/FEATURES.md": features, "benchmarks/COMPATIBILITY.md": compatibility, "tests/claims.md": claims}
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_page_is_what_the_kept_runs_found(root: Path, name: str) -> None:
-    file = f"benchmarks/{name.upper()}.md"
-    written = (root / file).read_text(encoding="utf-8")
-    assert written == PAGES[name].page(), f"type: python -m tests.support.{name} --write {file}"
+@pytest.mark.parametrize("file", PAGES)
+def test_page_is_what_the_kept_runs_and_the_tests_give(root: Path, file: str) -> None:
+    written, module = (root / file).read_text(encoding="utf-8"), PAGES[file]
+    assert written == module.page(), f"type: python -m {module.__name__} --write {file}"
 
 
 @pytest.mark.parametrize(
