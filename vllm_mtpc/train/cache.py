@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,10 +28,8 @@ from torch import Tensor
 from vllm_mtpc.data.rows import Rows
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.files import read_json, replace_file, replacing
+from vllm_mtpc.hf import Target
 from vllm_mtpc.progress import Bar
-
-if TYPE_CHECKING:
-    from vllm_mtpc.hf import Target
 
 SHARD_BYTES = 1 << 29  # of a shard: the work that an interruption may lose
 BATCH_ROWS = 8  # rows of one forward pass
@@ -216,7 +214,6 @@ def _check_room(folder: Path, needed: int) -> None:
 
 
 def _read_shard(path: Path, dtype: torch.dtype, shape: tuple[int, ...], metadata: dict[str, str]) -> Tensor:
-    """Return the memory-mapped states of a shard; raises UsageError if it is damaged."""
     try:
         with safe_open(path, framework="pt") as handle:
             states, found = handle.get_tensor("hidden"), handle.metadata()

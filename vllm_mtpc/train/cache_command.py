@@ -1,18 +1,12 @@
-"""`vllm-mtpc cache`: the target's hidden states of packed data on disk, for `vllm-mtpc train --cache`.
-
-The rows are those that a training run with the same options packs, its held-out documents left out.
-"""
+"""`vllm-mtpc cache`: the target's hidden states of packed data on disk, for `vllm-mtpc train --cache`."""
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vllm_mtpc.flags import add_flags, typed
 from vllm_mtpc.train.options import TrainOptions, parse
-
-if TYPE_CHECKING:
-    import argparse
 
 SHARED = (
     "target", "data", "split", "validation_data", "seq_len", "seed", "target_dtype", "device", "attention",

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from huggingface_hub import ModelCard
 
@@ -17,9 +17,7 @@ from vllm_mtpc.checkpoint.locate import HUB_NAME
 from vllm_mtpc.checkpoint.metadata import PLOTS, card_data, eval_results, measured_on, target_license
 from vllm_mtpc.engine.provenance import commit, hardware, public
 from vllm_mtpc.report import markdown
-
-if TYPE_CHECKING:
-    from vllm_mtpc.train.options import TrainOptions
+from vllm_mtpc.train.options import TrainOptions
 
 TEMPLATE = Path(__file__).with_name("card.jinja")
 ROWS = {

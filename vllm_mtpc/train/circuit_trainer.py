@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +12,10 @@ from torch import Tensor
 from vllm_mtpc.checkpoint import load_head, read_circuit_config, resolve_head, save_head
 from vllm_mtpc.circuits import get_circuit
 from vllm_mtpc.config.mtpc_config import HeadConfig
+from vllm_mtpc.data.rows import Rows
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.acceptance import measure
-from vllm_mtpc.eval.text import with_backbone, with_draft_layers
+from vllm_mtpc.eval.text import Samples, with_backbone, with_draft_layers
 from vllm_mtpc.families import FAMILIES
 from vllm_mtpc.heads import build_head, check_head_name, head_options
 from vllm_mtpc.heads.adapters import DraftLayers
@@ -26,10 +27,6 @@ from vllm_mtpc.train.card import head_card, provenance
 from vllm_mtpc.train.losses import Drafter
 from vllm_mtpc.train.options import TrainOptions
 from vllm_mtpc.train.trainer import Trainer
-
-if TYPE_CHECKING:
-    from vllm_mtpc.data.rows import Rows
-    from vllm_mtpc.eval.text import Samples
 
 STEPS_OF_A_BLOCK = 8  # of a backbone, or with minutes
 

@@ -1,8 +1,4 @@
-"""`vllm-mtpc train`: from text to a head that can be served.
-
-One process by default. The same command runs on several GPUs of a machine under `torchrun --nproc-per-node N -m
-vllm_mtpc train ...`, and on the nodes of a Ray cluster with `--ray-workers N`.
-"""
+"""`vllm-mtpc train`: from text to a head that can be served."""
 
 from __future__ import annotations
 

@@ -126,12 +126,7 @@ class Drafter(nn.Module):
 
     def __init__(self, head: Head, target: Target, options: TrainOptions, layers: DraftLayers | None = None) -> None:
         super().__init__()
-        self.head, self.layers, self.options = head, layers, options
-        self._target = [target]  # a list, so that it is not registered
-
-    @property
-    def target(self) -> Target:
-        return self._target[0]
+        self.head, self.layers, self.options, self.target = head, layers, options, target
 
     def forward(self, batch: Windows, watch: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return the loss in nats and, if watched, the sums of `watched_tokens`."""

@@ -19,7 +19,6 @@ DEFAULT_METHOD = "mtpc"  # family of the heads that are named by their own names
 
 
 class _FirstOptions(BaseModel):
-    # target, data and output
     target: str = Field(min_length=1, description="causal language model on transformers: folder or hub name")
     data: list[str] = Field(min_length=1, description="text, folder, glob, .jsonl, .bin, or datasets name NAME:CONFIG")
     out: Path = Field(description="folder of the head; trainer state and plots go there too")
@@ -28,7 +27,6 @@ class _FirstOptions(BaseModel):
     verifier: str | None = Field(None, description="the target's name in the head (default: relative path, or name)")
     dtype: Literal["float16", "bfloat16", "float32"] = Field("float16", description="of the weights on disk")
     dry_run: bool = Field(False, description="write the untrained head and stop")
-    # head
     circuit: str = Field("btree", description=f"one of {', '.join(CIRCUITS)}")
     window: int = Field(16, ge=2, description="n, tokens of a window, the target's own included")
     components: int | None = Field(None, ge=1, description="r, latent states (default: 32, or the most a circuit has)")
@@ -57,7 +55,6 @@ class TrainOptions(create_model("KindOptions", __base__=_FirstOptions, **option_
         "save_minutes": "Saving and measuring",
     }
 
-    # PTP head
     variant: Literal["o-ptp", "c-ptp", "late", "independent"] = Field(
         "o-ptp", description="kind of drafts: docs/ptp.md"
     )
@@ -77,7 +74,6 @@ class TrainOptions(create_model("KindOptions", __base__=_FirstOptions, **option_
     temperature: float = Field(1.0, gt=0, description="of the distribution that u picks from")
     top_k: int = Field(0, ge=0, description="top-k of that distribution; 0: off")
     top_p: float = Field(1.0, gt=0, le=1, description="top-p of that distribution; 1: off")
-    # loss
     gamma: float = Field(0.9, gt=0, le=1, description="position k counts gamma^(k-1)")
     beta: float = Field(1.0, ge=0, le=1, description="share of KL to the target; the rest is likelihood of the text")
     kl: Literal["forward", "reverse"] = Field("forward", description="direction: KL(target||draft) or the reverse")
@@ -86,7 +82,6 @@ class TrainOptions(create_model("KindOptions", __base__=_FirstOptions, **option_
         0.9, ge=0, le=1, description="share of the total variation between target and draft in the loss"
     )
     train_first: bool = Field(False, description="also train x_1, which the target samples when it serves")
-    # steps and optimiser
     epochs: float | None = Field(None, gt=0, description="passes over the data (default: 1; no limit with minutes)")
     max_steps: int | None = Field(None, ge=1, description="optimiser steps, in place of epochs")
     minutes: float | None = Field(None, gt=0, description="stop training after this time, and write the head")
@@ -95,7 +90,6 @@ class TrainOptions(create_model("KindOptions", __base__=_FirstOptions, **option_
     learning_rate: float | None = Field(None, gt=0, description="peak rate of AdamW (default: 1.2 / hidden size)")
     precision: Literal["float32", "bf16"] = Field("float32", description="bf16: autocast of the head's products")
     seed: int = Field(0, ge=0, description="the run repeats with it")
-    # text and hidden states
     seq_len: int | None = Field(None, ge=4, description="tokens of a packed row (default: 1,024, or the most possible)")
     cache: Path | None = Field(None, description="folder of hidden states on disk; written if it does not exist")
     block_rows: int | None = Field(None, ge=1, description="rows whose windows are shuffled together (default: 1 GiB)")
@@ -104,10 +98,8 @@ class TrainOptions(create_model("KindOptions", __base__=_FirstOptions, **option_
     target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="of the target")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     attention: Literal["auto", "torch", "xformers"] = Field("auto", description="attention over packed rows")
-    # processes
     parallel: Literal["ddp", "fsdp"] = Field("ddp", description="with several processes (torchrun, Ray)")
     ray_workers: int = Field(0, ge=0, description="run on Ray Train with this many workers; 0: in this process")
-    # saving and measuring
     save_minutes: float = Field(10.0, ge=0, description="between trainer states; the last one is kept")
     resume: bool = Field(False, description="go on from the trainer state in the out folder")
     log_every: int = Field(10, ge=1, description="steps between lines of metrics.jsonl")

@@ -22,6 +22,7 @@ from vllm_mtpc.data.sources import Documents, check_first_records, load_document
 from vllm_mtpc.engine.provenance import public
 from vllm_mtpc.errors import MtpcError, UsageError, install
 from vllm_mtpc.hf import Target, check_length, choose_device, load_target
+from vllm_mtpc.hf.attention import check_packing
 from vllm_mtpc.hf.model import target_config, tokenizer_if_any
 from vllm_mtpc.train.cache import data_fingerprint
 from vllm_mtpc.train.card import command_line
@@ -111,8 +112,6 @@ def make_accelerator(options: TrainOptions) -> Accelerator:
 
 def read_target(options: TrainOptions, device: torch.device) -> Target:
     """Load the target and check its attention over packed rows; raises UsageError."""
-    from vllm_mtpc.hf.attention import check_packing
-
     dtype = options.target_dtype if options.target_dtype == "auto" else getattr(torch, options.target_dtype)
     target = load_target(options.target, dtype, device, options.attention)
     check_packing(target.backbone, target.attention, device)

@@ -26,8 +26,6 @@ from vllm_mtpc.errors import CheckpointError, first_line
 from vllm_mtpc.train.options import TrainOptions
 
 if TYPE_CHECKING:
-    from typing import Self
-
     from accelerate import Accelerator
 
 RUN_FILE = "run.json"  # step and options of a state
@@ -169,7 +167,7 @@ class Stopping:
         # gloo runs on the host: it does not wait for the device
         self._group = dist.new_group(backend="gloo") if processes > 1 else None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Stopping:
         self._before = {}
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}

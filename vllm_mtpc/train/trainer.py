@@ -24,20 +24,19 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 from vllm_mtpc.checkpoint.locate import verifier_name
+from vllm_mtpc.data.rows import Rows
+from vllm_mtpc.data.sources import Documents
 from vllm_mtpc.eval.text import Samples, Sampling, generate, prompts
 from vllm_mtpc.hf import Target, check_length
 from vllm_mtpc.plots.draw import plot_acceptance, plot_loss
 from vllm_mtpc.progress import Bar
 from vllm_mtpc.train import state
+from vllm_mtpc.train.cache import HiddenSource
 from vllm_mtpc.train.options import STATE_FOLDER, TrainOptions
 from vllm_mtpc.train.windows import Windows, WindowSource
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-    from vllm_mtpc.data.rows import Rows
-    from vllm_mtpc.data.sources import Documents
-    from vllm_mtpc.train.cache import HiddenSource
 
 METRICS_FILE = "metrics.jsonl"
 UNLIMITED = sys.maxsize  # steps of a run that ends after its minutes
@@ -106,8 +105,6 @@ class Trainer(ABC):
         self.tokens_per_second = 0.0
         self.setup_model()
 
-    # --- options
-
     @classmethod
     @abstractmethod
     def check(cls, options: TrainOptions) -> None:
@@ -129,8 +126,6 @@ class Trainer(ABC):
     @abstractmethod
     def check_start(options: TrainOptions, config: Any) -> None:
         """Raise an MtpcError if a head of this config cannot start from the named head or be compared with it."""
-
-    # --- setup
 
     @abstractmethod
     def setup_model(self) -> None:
@@ -166,8 +161,6 @@ class Trainer(ABC):
         self.model, self.optimizer = accelerator.prepare(self.model, optimizer)
         state.use_plain_names(accelerator)
         self.stopping = state.Stopping(options.save_minutes, world, options.minutes)
-
-    # --- training
 
     def train(self) -> None:
         """Run all steps, or those before a signal (`stopping.signal`) or the end of the minutes, and save the state."""
@@ -261,15 +254,12 @@ class Trainer(ABC):
         return line
 
     def _start_metrics(self) -> None:
-        """Drop the metrics of steps after the one that the run resumes from."""
         if not self.accelerator.is_main_process:
             return
         self.options.out.mkdir(parents=True, exist_ok=True)
         file = self.options.out / METRICS_FILE
         kept = [line for line in read_metrics(file) if line["step"] <= self.step] if self.options.resume else []
         file.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-
-    # --- the trained head
 
     @abstractmethod
     def save(self, results: Mapping[str, Any], run: Mapping[str, Any]) -> None:

@@ -15,16 +15,14 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vllm_mtpc.data.rows import Rows, eligible
 from vllm_mtpc.errors import MtpcError
-
-if TYPE_CHECKING:
-    from vllm_mtpc.train.cache import HiddenSource
+from vllm_mtpc.train.cache import HiddenSource
 
 
 class Windows(NamedTuple):

@@ -6,18 +6,20 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from vllm_mtpc.checkpoint import read_config, resolve_head
 from vllm_mtpc.checkpoint.locate import PROVENANCE_FILE
 from vllm_mtpc.checkpoint.ptp_head import load_ptp, load_student, save_ptp
 from vllm_mtpc.config.ptp_config import PtpConfig
+from vllm_mtpc.data.rows import Rows
 from vllm_mtpc.engine.provenance import public
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.ptp_acceptance import measure_ptp
-from vllm_mtpc.eval.text import Sampling
+from vllm_mtpc.eval.text import Samples, Sampling
 from vllm_mtpc.files import read_json
 from vllm_mtpc.heads.ptp.embedding import check_embedding, default_options
 from vllm_mtpc.heads.ptp.student import Student
@@ -25,12 +27,6 @@ from vllm_mtpc.train.card import head_card, provenance
 from vllm_mtpc.train.options import TrainOptions
 from vllm_mtpc.train.ptp.ptp_drafter import PrefixSource, PtpDrafter, draw_numbers, loss_name
 from vllm_mtpc.train.trainer import Trainer
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from vllm_mtpc.data.rows import Rows
-    from vllm_mtpc.eval.text import Samples
 
 SHUFFLE_COST = 0.1  # a head that uses u loses this share of its correct drafts, or more, when u is shuffled
 # Options that a baseline and the head compared with it share, next to the data.
