@@ -1,13 +1,11 @@
 """`vllm-mtpc batch`: answer every line of a file, on one engine or on several; a stopped job can be resumed.
 
-    vllm-mtpc batch --input prompts.jsonl --output answers/ --model TARGET \\
-        --speculative-config '{"method": "mtpc", "model": "HEAD"}' --body '{"max_tokens": 256, "temperature": 0}'
-
 With `--ray` the engines are actors of Ray Data on the nodes of a cluster, otherwise one engine runs on this machine.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import sys
@@ -17,7 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib.util import find_spec
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_mtpc.batch import lines, worker
 from vllm_mtpc.batch.options import BatchOptions
@@ -26,9 +24,6 @@ from vllm_mtpc.engine.options import validated
 from vllm_mtpc.errors import EngineFailed, UsageError, install
 from vllm_mtpc.flags import add_flags, typed
 from vllm_mtpc.progress import Bar
-
-if TYPE_CHECKING:
-    import argparse
 
 EXAMPLE = "vllm-mtpc batch --input FILE --output FOLDER --model TARGET"
 
@@ -98,11 +93,7 @@ def _answer_here(options: BatchOptions, parts: list[dict[str, str]]) -> Iterator
 
 
 def _answer_on_ray(options: BatchOptions, parts: list[dict[str, str]]) -> Iterator[dict[str, Any]]:
-    """Yield parts as engines on Ray Data answer them.
-
-    Each part is a separate block: Ray returns it when it is answered, and retries it if its actor or node dies. This
-    process writes the answers, so the nodes need no access to the output folder.
-    """
+    """Each part is a separate block: Ray returns it when it is answered, and retries it if its actor or node dies."""
     import ray
     from ray.data import ActorPoolStrategy, DataContext
 

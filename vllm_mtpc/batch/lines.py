@@ -97,7 +97,6 @@ def _parse(text: str, defaults: dict[str, Any]) -> tuple[str | None, Line]:
 
 
 def _request(given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the path and body of a request. Raises ValueError with its fault."""
     if "url" not in given and "body" not in given:
         for key, short in SHORT_FORMS.items():
             if key in given:

@@ -64,14 +64,12 @@ def collect(options: RegenerateOptions, tokenizer: PreTrainedTokenizerBase | Non
 
 
 def _some(items: list[Any], options: RegenerateOptions) -> list[Any]:
-    """Return at most `limit` of the items, in their order."""
     if options.limit is None or options.limit >= len(items):
         return items
     return [items[index] for index in sorted(random.Random(options.seed).sample(range(len(items)), options.limit))]
 
 
 def _prompts(options: RegenerateOptions, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[Prompt]:
-    """Yield the prompts of the records in order, of at most `limit` records."""
     cut = _cutter(options, tokenizer)
     records = _some(list(read_records(options.data, options.split)), options)
     for origin, record in Bar(records, "prompts", unit=" records"):

@@ -1,8 +1,4 @@
-"""`vllm-mtpc regenerate`: generate the responses to prompts of a data set with the target.
-
-A head drafts the target's output, so it is trained on this text. vLLM runs in a child process, which frees its memory
-before the head is trained.
-"""
+"""`vllm-mtpc regenerate`: generate the responses to prompts of a data set with the target, to train a head on."""
 
 from __future__ import annotations
 
@@ -101,10 +97,7 @@ def regenerate(options: RegenerateOptions) -> Path:
 def _engine(
     options: RegenerateOptions, requests: list[Request], has_tokenizer: bool
 ) -> Iterator[Iterator[list[dict[str, Any]]]]:
-    """Start the engine; yield lists of its answers in the order of the requests.
-
-    An answer without `response_ids` was skipped: its prompt leaves no room for a token.
-    """
+    """Yield an engine's answers in the order of the requests; those without `response_ids` were skipped."""
     log = options.out.with_name(options.out.name + ".log")
     engine, sampling = options.arguments(has_tokenizer)
     pool = ThreadPoolExecutor(IN_FLIGHT)
@@ -133,15 +126,7 @@ def _engine(
 
 
 def _resume(options: RegenerateOptions, ids: list[str]) -> set[str]:
-    """Return the ids in the output file and remove its incomplete last line; a new file gets its settings.
-
-    Args:
-        options: `out` is the file.
-        ids: of all responses of the run.
-
-    Raises:
-        MtpcError: the file belongs to another run.
-    """
+    """Return the ids in the output file and remove its incomplete last line; a new file gets its settings."""
     from vllm_mtpc.checkpoint.save import package_versions
 
     path, meta = options.out, {**options.meta(), "prompts": digest(ids, "")}

@@ -62,7 +62,6 @@ class Worker:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     async def _start(self) -> None:
-        """Set `_server` when it is healthy."""
         # It has no port; with an API key of the environment it would refuse our requests
         server = VllmServer(self._options.command, {API_KEY: "", **self._options.env}, self._program)
         await server.start_async(self._options.start_timeout_s)
@@ -122,7 +121,6 @@ class Worker:
 
 
 def _tokens(answer: dict[str, Any]) -> int:
-    """Return the number of generated tokens, counted by the server."""
     body = (answer["response"] or {}).get("body")
     usage = body.get("usage") if isinstance(body, dict) else None
     return (usage or {}).get("completion_tokens") or 0

@@ -1,7 +1,4 @@
-"""Training data as documents: text, .jsonl, .parquet and .bin files, folders, globs and data sets of the hub.
-
-Files and data sets are read by the `datasets` library; `.bin` files of token ids are memory-mapped.
-"""
+"""Training data as documents: text, .jsonl, .parquet and .bin files, folders, globs and data sets of the hub."""
 
 from __future__ import annotations
 
@@ -31,9 +28,6 @@ MAGICS = range(20200101, 20400101)  # of all formats of this family; the number 
 Record = dict[str, Any]
 Source = tuple[str, Record]  # a record after its origin: FILE, FILE:ROW (from 1) or NAME:ROW (from 0)
 Documents = list[tuple[np.ndarray, np.ndarray]]  # token ids [T] int32; which of them are trained [T] bool
-
-
-# --- names of data
 
 
 def is_path(name: str) -> bool:
@@ -72,9 +66,6 @@ def files_of(name: str) -> list[Path] | None:
 def size_of(data: Sequence[str]) -> int:
     """Return the bytes of the files of the data; raises UsageError as `files_of`."""
     return sum(file.stat().st_size for name in data for file in files_of(name) or ())
-
-
-# --- records
 
 
 def read_records(data: Sequence[str], split: str, most_bytes: int | None = None) -> Iterator[Source]:
@@ -162,9 +153,6 @@ def read_bin(path: Path) -> np.ndarray:
     if size % 2 or not size:
         raise UsageError(f"{path}: {size} bytes of tokens; uint16 tokens are expected, write the file again")
     return np.memmap(path, "<u2", "r", offset)
-
-
-# --- documents
 
 
 def load_documents(
@@ -262,9 +250,6 @@ def exact_ids(record: Record, key: str) -> list[int]:
     if not isinstance(value, list) or not all(type(item) is int for item in value):
         raise UsageError(f"{key} must be a list of integers")
     return value
-
-
-# --- conversations
 
 
 def encode_chat(

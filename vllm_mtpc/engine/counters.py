@@ -1,8 +1,4 @@
-"""Tokens per step and acceptance per position, from vLLM's counters of speculative decoding.
-
-Counters are read before and after a run, and subtracted. This package counts all steps and the pruned drafts, vLLM the
-rest.
-"""
+"""Tokens per step and acceptance per position, from vLLM's counters of speculative decoding."""
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from vllm_mtpc.errors import UsageError, first_line, one_line
+from vllm_mtpc.errors import UsageError, first_line, validate
 
 API_KEY = "VLLM_API_KEY"  # vLLM's own variable
 ON_CPU = {"enforce_eager": True, "kv_cache_memory_bytes": 256 << 20}  # of measured engines: several run at once
@@ -71,13 +71,10 @@ def validated(model: type[Options], given: dict[str, Any], example: str) -> Opti
     Raises:
         UsageError: an option or a flag is not valid.
     """
-    try:
-        options = model(**given)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        if problem["type"] == "missing":
-            raise UsageError(f"{problem['loc'][0]} is missing; type: {example}") from None
-        raise UsageError(one_line(error, model)) from None
+    required = [name for name, field in model.model_fields.items() if field.is_required()]
+    if missing := [name for name in required if name not in given]:
+        raise UsageError(f"{missing[0]} is missing; type: {example}")
+    options = validate(model, given, UsageError)
     drafts = options.speculative_config
     if drafts and "model" in drafts:
         drafts = {**drafts, "model": _full(drafts["model"])}

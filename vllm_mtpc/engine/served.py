@@ -160,7 +160,6 @@ class Engine:
 
 
 def _bench_serve(url: str, setting: Setting, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Return the result of `vllm bench serve` for these prompts."""
     from vllm.benchmarks.serve import add_cli_args, main
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
