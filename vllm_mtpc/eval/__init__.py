@@ -1,4 +1,1 @@
-"""Expected tokens/step of a head on the target's own text, and a comparison with the served counters.
-
-Plain torch and transformers; only the child process of ``doctor`` starts vLLM.
-"""
+"""Expected tokens/step of a head on the target's own text, and a comparison with the served counters."""

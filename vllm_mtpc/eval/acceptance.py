@@ -11,9 +11,6 @@ a draft is accepted if the conditional argmax of q is the next greedy token.
 ``overlap``: the last factor of such a product, averaged over x_k ~ p, is sum_v min(p, q)(v) (Rao-Blackwell). With it
 the expectation is the same and the noise less. Without it the metrics are the expectation *given* this text, which
 is compared with the counters of a server that wrote it.
-
-A server starts no step once a text has ended, and counts the accepted drafts of the last step also where its tokens are
-dropped: so do these metrics.
 """
 
 from __future__ import annotations

@@ -91,7 +91,6 @@ class MtpcEvaluator(Evaluator):
         return Comparison(served, sampling, samples, predicted, noise_given_text(contexts), chain)
 
     def _read(self, samples: Samples) -> Samples:
-        """Add the states that the head reads."""
         if isinstance(self.head, BackboneHead):
             return with_backbone(samples, self.head, self.target)
         return samples if self.draft_layers is None else with_draft_layers(samples, self.draft_layers)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import argparse
+from typing import Any
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 

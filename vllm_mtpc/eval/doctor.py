@@ -1,7 +1,4 @@
-"""`vllm-mtpc doctor`: compare the acceptance that vLLM counts with the expected one, and name causes of a difference.
-
-The head is served with every draft verified. `vllm-mtpc bench serve` measures its speed.
-"""
+"""`vllm-mtpc doctor`: compare the acceptance that vLLM counts with the expected one, and name causes."""
 
 from __future__ import annotations
 

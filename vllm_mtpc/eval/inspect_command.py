@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vllm_mtpc.checkpoint.inspect import Report, inspect_head, measured_acceptance, rows_of
 from vllm_mtpc.errors import printable
 from vllm_mtpc.flags import check_positive
-
-if TYPE_CHECKING:
-    import argparse
 
 MAX_CELL = 500  # characters of a row of the table
 

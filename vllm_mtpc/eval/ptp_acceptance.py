@@ -13,9 +13,6 @@ Steps follow each other through each continuation (`vllm_mtpc.eval.metrics`):
 
     merged pass   window at t; the next step is at t + 1 + accepted; every group of rows long enough (ideal)
     two passes    window at t + 1, after x_1, whose row gives x_2 exactly; the student drafts the K - 1 tokens after it
-
-A server starts no step once a text has ended and counts the drafts of its last step also past the end: so do these
-metrics.
 """
 
 from __future__ import annotations
@@ -172,7 +169,6 @@ def chunks(student: Student, length: int, rows: int, count: int) -> Iterator[sli
 
 
 def _parts(count: int, elements: int, each: int) -> Iterator[slice]:
-    """Split ``count`` items of ``each`` elements into parts of up to ``elements`` elements."""
     size = max(1, elements // each)
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 

@@ -1,8 +1,4 @@
-"""Text that the target writes: sampling, and continuations of prompts with every hidden state.
-
-Served heads draft on the target's output, so they are measured on it. Generation computes every hidden state; they are
-kept, and the measurement needs no further forward pass of the target.
-"""
+"""Text that the target writes: sampling, and continuations of prompts with every hidden state."""
 
 from __future__ import annotations
 

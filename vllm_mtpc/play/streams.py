@@ -115,7 +115,6 @@ def _pieces_of(choice: dict[str, Any], tokens: int) -> list[str]:
 
 
 def _message_of(text: str) -> str:
-    """Return the message of an error of the API."""
     try:
         body = json.loads(text)
         error = body.get("error", body)

@@ -42,7 +42,7 @@ DIED = (EngineFailed, RayActorError, ObjectLostError, WorkerCrashedError)
 HEAD_NODE = {"node:__internal_head__": 0.001}
 # Headers of a connection, not of a request or response.
 OF_CONNECTION = {"host", "content-length", "connection", "keep-alive", "transfer-encoding", "upgrade", "te", "date"}
-OF_SERVE = {"x-request-id"}  # set by Serve's proxy
+OF_RESPONSE = OF_CONNECTION | {"x-request-id"}  # set by Serve's proxy
 ATTEMPTS = "x-vllm-mtpc-attempts"  # of a response: engines that had the request
 PAUSE_S = 0.2  # before another engine receives a request
 METRICS_S = 10.0  # longest wait for an engine's /metrics
@@ -93,8 +93,7 @@ class Engine:
         try:
             async with self.server.ask(asked.method, asked.path, asked.body, asked.headers) as answer:
                 is_stream = answer.content_type == "text/event-stream"
-                left_out = OF_CONNECTION | OF_SERVE
-                headers = {name: value for name, value in answer.headers.items() if name.lower() not in left_out}
+                headers = {name: value for name, value in answer.headers.items() if name.lower() not in OF_RESPONSE}
                 body = b"" if is_stream else await answer.read()
                 if ABORTED in body:
                     raise EngineGone("vllm serve is being stopped and has aborted the request")
@@ -244,7 +243,6 @@ def _short(error: BaseException) -> str:
 
 
 def _error(status: int, message: str) -> JSONResponse:
-    """Return an error in the form of vLLM's."""
     return JSONResponse({"error": {"message": message, "type": "EngineFailed", "param": None, "code": status}}, status)
 
 
