@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -13,10 +14,11 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_mtpc.batch.lines import differing, digest
 from vllm_mtpc.batch.options import RegenerateOptions
+from vllm_mtpc.batch.prompts import Request, collect
 from vllm_mtpc.engine.options import serve_arguments
 from vllm_mtpc.engine.served import OWN_SAMPLING
 from vllm_mtpc.engine.server import run_server
@@ -24,11 +26,6 @@ from vllm_mtpc.errors import SETUP, EngineFailed, UsageError, validate
 from vllm_mtpc.files import read_json, replace_file
 from vllm_mtpc.flags import add_flags, typed
 from vllm_mtpc.progress import Bar
-
-if TYPE_CHECKING:
-    import argparse
-
-    from vllm_mtpc.batch.prompts import Request
 
 IN_FLIGHT = 512  # requests at the engine
 WAVE = 16  # answers that are written at once
@@ -58,7 +55,6 @@ def regenerate(options: RegenerateOptions) -> Path:
     """
     if find_spec("vllm") is None:
         raise UsageError(f"responses are written by vllm, which is not installed; type: {SETUP}")
-    from vllm_mtpc.batch.prompts import collect
     from vllm_mtpc.hf.model import tokenizer_if_any
 
     tokenizer = tokenizer_if_any(options.target)

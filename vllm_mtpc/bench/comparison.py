@@ -91,7 +91,6 @@ def compare(
 def _measure_group(
     decodings: Sequence[Decoding], cells: Sequence[Setting], rounds: int, start: Start, into: Comparison, bar: Bar
 ) -> None:
-    """Add the passes of engines that run at the same time."""
     engines: dict[Decoding, Engine] = {}
 
     @contextlib.contextmanager

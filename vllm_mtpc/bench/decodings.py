@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from vllm_mtpc.engine.options import ON_CPU, count_mtp_layers
 from vllm_mtpc.errors import UsageError
+from vllm_mtpc.eval.evaluator import resolve
 from vllm_mtpc.families import FAMILIES
 
 LOOKUP = {"prompt_lookup_max": 5, "prompt_lookup_min": 2}  # of ngram: the most tokens/step on the demo of those tried
@@ -106,8 +107,6 @@ def find_heads(
     Raises:
         UsageError: a head is named twice.
     """
-    from vllm_mtpc.eval.evaluator import resolve
-
     configs = [(name, resolve(name)[1]) for name in names]
     has_v2 = on_gpu or os.environ.get("TRITON_INTERPRET") == "1"
     found, missing = [], []

@@ -126,11 +126,7 @@ def diagnose(args: argparse.Namespace) -> Diagnosis:
 
 
 def _prompts(args: argparse.Namespace, target: str, drafts: int) -> tuple[list[list[int]], int]:
-    """Return the token ids of the prompts, and the maximum length of the target.
-
-    vLLM drops drafts past the maximum length. Texts within two steps of it are refused, because the missing drafts
-    would be reported as a fault of the head.
-    """
+    """Return the token ids of the prompts, and the maximum length of the target."""
     from vllm_mtpc.data.prompts import held_out
     from vllm_mtpc.data.sources import load_documents
     from vllm_mtpc.eval.text import prompts
@@ -143,6 +139,7 @@ def _prompts(args: argparse.Namespace, target: str, drafts: int) -> tuple[list[l
         found = [prompt.tolist() for prompt in prompts(documents, args.prompts, args.prompt_tokens, args.seed)]
     else:
         found = [tokenizer(text).input_ids[: args.prompt_tokens] for text in held_out(args.prompts)]
+    # vLLM drops drafts past the maximum length: two steps before it they would be reported as a fault of the head
     check_length(target, config, found, args.max_tokens + 2 * (drafts + 1), "--max-tokens")
     return found, getattr(config, "max_position_embeddings", None) or sys.maxsize
 

@@ -34,8 +34,6 @@ from vllm_mtpc.train.windows import Windows, window_states
 DISTRIBUTION_BYTES = 1 << 28  # of distributions over the vocabulary in memory at the same time
 DISTRIBUTION_SHARE = 0.1  # of the distribution without u, so that no token has probability 0
 FLOOR = math.log(1e-6)  # of log Q in the reverse KL: Q is zero outside top-k and top-p
-
-
 NEED_DISTRIBUTION = {"kl", "reverse-kl"}
 OF_VARIANT = {  # the first is the default
     "o-ptp": ("ce", "bce"),
