@@ -37,8 +37,6 @@ from vllm_mtpc.proposers.config.switches import logger
 
 @dataclass
 class Follower:
-    """The grammar of a request."""
-
     grammar: Any  # a StructuredOutputGrammar; None while it is compiled, or if it cannot be followed
     num_read: int = 0  # output tokens that it has read
     compiling: Any = None  # the StructuredOutputRequest that is being compiled, or None
@@ -52,8 +50,6 @@ class Follower:
 
 @dataclass
 class Masks:
-    """The grammars of one step."""
-
     bitmask: Tensor | None  # [max_num_seqs, ceil(V / 32)] int32, one bit per token; None before the first grammar
     rows: dict[int, Follower] = field(default_factory=dict)  # by row of the batch
     unmasked: list[int] = field(default_factory=list)  # rows of structured requests without a follower
@@ -103,8 +99,6 @@ class HeadStructuredOutputManager(StructuredOutputManager):
 
 
 class Grammars:
-    """The grammars of all running structured requests."""
-
     def __init__(self, vllm_config: VllmConfig, is_masking: bool) -> None:
         given = vllm_config.structured_outputs_config
         self.vllm_config = vllm_config
@@ -179,8 +173,6 @@ class Structured:
 
 
 class StructuredRequests:
-    """The structured requests of a worker on Model Runner V2."""
-
     def __init__(self, vllm_config: VllmConfig, states: RequestState) -> None:
         self.grammars = Grammars(vllm_config, is_masking=True)
         self.states = states

@@ -101,8 +101,6 @@ class ServedBackbone(nn.Module):
 
 
 class BackboneSpeculator(MtpcSpeculator):
-    """Drafts of a head that reads the states of a backbone's queries."""
-
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         head, size = self.speculative_config.head, self.hidden_size
@@ -167,7 +165,6 @@ class BackboneSpeculator(MtpcSpeculator):
         return min(num_reqs * (1 + self.num_speculative_steps), self.max_num_tokens)
 
     def _read_states(self, done: TargetPass) -> Tensor:
-        """Compute the context from the auxiliary states."""
         self.unwritten = done.batch.num_tokens
         aux = torch.cat([states[: self.unwritten] for states in done.aux_states], dim=-1)
         torch.mm(aux, self.model.backbone.fc.weight.T, out=self.context[: self.unwritten])

@@ -76,8 +76,6 @@ def load_draft_layers(target: nn.Module, vllm_config: VllmConfig, device: torch.
 
 
 class LayeredSpeculator(MtpcSpeculator):
-    """Drafts of a head that reads the states of draft layers."""
-
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         head = super().load_draft_model(target_model, target_attn_layer_names)
         self.layers = load_draft_layers(target_model, self.vllm_config, self.device)
@@ -99,7 +97,6 @@ class LayeredSpeculator(MtpcSpeculator):
         return activate
 
     def _read_states(self, done: TargetPass) -> Tensor:
-        """Run the draft layers on the auxiliary states, with padding."""
         (states,), metadata, slots = done.aux_states, done.attn_metadata, done.slot_mappings
         names, num_rows = self.draft_attn_layer_names, len(states)
         context = set_forward_context(

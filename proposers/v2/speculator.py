@@ -279,8 +279,6 @@ class HeadSpeculator(DraftModelSpeculator):
 
 
 class MtpcSpeculator(HeadSpeculator):
-    """Drafts of a head that reads the target's hidden states."""
-
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self.use_acceptance_estimator = False

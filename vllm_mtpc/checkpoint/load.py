@@ -90,8 +90,7 @@ def check_tensors(folder: Path, config: AnyHeadConfig) -> Adapters | None:
 
 def check_head(folder: Path, config: HeadConfig) -> Adapters | None:
     """`check_tensors` of an MtPC head."""
-    _read_head_tensors(folder, config)
-    return read_adapters(folder, config) if config.lora_layers else None
+    return _read_head(folder, config)[1]
 
 
 def load_head(
@@ -109,22 +108,20 @@ def load_head(
     """
     folder = Path(folder)
     config = read_circuit_config(folder)
-    tensors = _read_head_tensors(folder, config)
-    if config.lora_layers:
-        read_adapters(folder, config)
+    tensors, _ = _read_head(folder, config)
     with torch.device("meta"):
         head = build_head(config)
     head.load_state_dict({name: tensor.to(device, dtype) for name, tensor in tensors.items()}, assign=True)
     return config, head.eval().requires_grad_(False)
 
 
-def _read_head_tensors(folder: Path, config: HeadConfig) -> dict[str, Tensor]:
+def _read_head(folder: Path, config: HeadConfig) -> tuple[dict[str, Tensor], Adapters | None]:
     file = require_weights(folder, WEIGHTS_FILE)
     with torch.device("meta"):
         expected = shapes_of(build_head(config).state_dict())
     tensors = read_tensors(file)
     check_shapes(file, shapes_of(tensors), expected, f"{CONFIG_FILE}: circuit, window, num_components, vocab_size, ...")
-    return tensors
+    return tensors, read_adapters(folder, config) if config.lora_layers else None
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:

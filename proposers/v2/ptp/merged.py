@@ -35,8 +35,6 @@ class MergedOutput(NamedTuple):
 
 
 class MergedSpeculator(PtpSpeculator):
-    """Drafts of a PTP student that runs in the target's forward pass."""
-
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         sequences = self.max_num_reqs + self.plan.max_groups

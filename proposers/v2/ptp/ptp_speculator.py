@@ -47,8 +47,6 @@ UNINFORMED = 0.5  # u of every row, for a head that was trained without u
 
 
 class PtpSpeculator(HeadSpeculator):
-    """Drafts of a PTP student, in a forward pass after the target's."""
-
     keeps_shapes = True  # a swapped head must have the served one's shapes
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:

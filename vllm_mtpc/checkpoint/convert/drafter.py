@@ -117,11 +117,6 @@ class DrafterConfig(BaseModel):
         return self.block_size + self.starts_at_anchor
 
     @property
-    def drafts(self) -> int:
-        """Drafts per step."""
-        return min(self.window - 1, self.proposed or self.window)
-
-    @property
     def layer_ids(self) -> list[int]:
         """The layers of the target whose inputs are read."""
         return (
@@ -193,7 +188,7 @@ def convert_drafter(options: ConvertOptions, label: str) -> str:
         num_components=1,
         target=target,
         verifier=verifier_name(options.target, options.out),
-        num_speculative_tokens=given.drafts,
+        num_speculative_tokens=min(given.window - 1, given.proposed or given.window),
         head="backbone",
         token_rank=given.markov_rank or None,
         backbone_layers=given.num_hidden_layers,

@@ -20,8 +20,6 @@ from vllm_mtpc.kernels.suffixes import ABSENT, SuffixTable, read_table
 
 
 class ByteLlamaModel(LlamaModel):
-    """Llama with subword embeddings added to the input embeddings."""
-
     config_class = ByteLlamaConfig
 
     def __init__(self, config: ByteLlamaConfig) -> None:
@@ -65,8 +63,6 @@ class ByteLlamaModel(LlamaModel):
 
 
 class ByteLlamaForCausalLM(LlamaForCausalLM):
-    """Llama with the backbone above."""
-
     config_class = ByteLlamaConfig
 
     def __init__(self, config: ByteLlamaConfig) -> None:

@@ -63,8 +63,6 @@ class EvaByteNorm(GemmaRMSNorm):
 
 
 class EvaByteAttention(nn.Module):
-    """EVA attention of one layer."""
-
     def __init__(self, config: EvaByteConfig, layer: int) -> None:
         super().__init__()
         width, self.heads, self.layer = config.hidden_size, config.num_attention_heads, layer
@@ -98,8 +96,6 @@ class EvaByteAttention(nn.Module):
 
 
 class EvaByteLayer(nn.Module):
-    """A decoder layer."""
-
     def __init__(self, config: EvaByteConfig, layer: int) -> None:
         super().__init__()
         self.self_attn, self.mlp = EvaByteAttention(config, layer), MistralMLP(config)
