@@ -110,8 +110,6 @@ class RowLoraState(LoraState):
 
 
 class HeadModelRunner(GPUModelRunner):
-    """Additions to the V2 runner of any device."""
-
     def begin(self) -> None:
         spec = self.speculative_config
         if spec.aux_layers:  # the target returns the states that draft layers read

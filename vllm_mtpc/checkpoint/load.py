@@ -32,7 +32,6 @@ from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.adapters import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, MODULES, Adapters
 from vllm_mtpc.heads.base import Head
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 ADAPTER_FILES = (ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE)
 INDEX_FILE = "model.safetensors.index.json"  # of a model's folder with several weight files
 # Metadata of the head's weight file. It detects a save that was interrupted between the files of one head.
@@ -132,7 +131,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 
 def check_values(file: Path, name: str, tensor: Tensor) -> Tensor:
     """Return `tensor`. Raises CheckpointError unless it is float16, bfloat16 or float32, and finite."""
-    if tensor.dtype not in FLOATS:
+    if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise CheckpointError(f"{file}: tensor {name!r} is {tensor.dtype}; allowed: float16, bfloat16, float32")
     if not bool(torch.isfinite(tensor).all()):
         raise CheckpointError(f"{file}: tensor {name!r} holds NaN or infinity; train or copy it again")

@@ -101,11 +101,6 @@ class DrafterConfig(BaseModel):
     draft_vocab_size: int | None = None
 
     @property
-    def layout(self) -> str:
-        """The layout's name for provenance."""
-        return f"{'speculators' if self.speculators_model_type else 'its authors'}' {self.kind}"
-
-    @property
     def starts_at_anchor(self) -> bool:
         """Whether the first query of a block drafts a token."""
         default = self.kind == "dspark" and self.speculators_model_type is None
@@ -206,7 +201,8 @@ def convert_drafter(options: ConvertOptions, label: str) -> str:
         head = build_head(config)
     check_shapes(folder, shapes_of(tensors), shapes_of(head.state_dict()), f"{CONFIG_FILE} and the target")
     head.load_state_dict(tensors, assign=True)
-    record = {"from": label, "layout": given.layout, "trained_on": given.trained_on, "mask": mask_source}
+    layout = f"{'speculators' if given.speculators_model_type else 'its authors'}' {given.kind}"
+    record = {"from": label, "layout": layout, "trained_on": given.trained_on, "mask": mask_source}
     title = f"{'DSpark' if given.markov_rank else 'DFlash'} drafter as a backbone head: n={config.window}"
     card, dtype = converted_card(config, title, label), narrowest_dtype(tensors.values())
     save_head(options.out, config, head, {"converted": {**record, "left_out": left_out}}, card, dtype)

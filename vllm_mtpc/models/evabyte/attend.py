@@ -7,7 +7,6 @@ or summaries in a block.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -82,13 +81,6 @@ def fits(dtype: torch.dtype, window_size: int, tokens: int, states: int) -> bool
         and states % PAGE == 0
         and window_size % tokens == 0
     )
-
-
-def flash_attention(head_size: int) -> Callable[..., Any]:
-    """Return vLLM's FlashAttention in the version for this GPU."""
-    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
-
-    return partial(flash_attn_varlen_func, fa_version=get_flash_attn_version(head_size=head_size))
 
 
 def attend_paged(

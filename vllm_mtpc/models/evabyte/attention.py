@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -145,7 +145,11 @@ class EvaAttention(PagedCache):
     def flash(self) -> Callable[..., Any] | None:
         """FlashAttention if it can read the two caches, which are allocated before the first step; else None."""
         entries = self.kv_cache.shape[2], self.rfa.kv_cache.shape[2]
-        return attend.flash_attention(self.head_size) if attend.fits(self.dtype, self.window_size, *entries) else None
+        if not attend.fits(self.dtype, self.window_size, *entries):
+            return None
+        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+
+        return partial(flash_attn_varlen_func, fa_version=get_flash_attn_version(head_size=self.head_size))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mu: Tensor, phi: Tensor) -> Tensor:
         """Return the attention [T, H * D] of query, key, value [T, H * D] (rotated); fills the caches.

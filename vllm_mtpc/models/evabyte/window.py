@@ -31,8 +31,6 @@ KVCacheSpecRegistry._ensure_registered()  # vLLM registers its own only where no
 
 
 class WindowManager(ChunkedLocalAttentionManager):
-    """Allocates and frees a request's tokens, window by window."""
-
     @classmethod
     def find_longest_cache_hit(
         cls, *, kv_cache_spec: Any, alignment_tokens: int, **others: Any
