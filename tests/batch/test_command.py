@@ -228,19 +228,6 @@ def test_answered_lines_are_left_out_of_parts(tmp_path, request, input_, where):
     assert left == ["0", "1", "2", "3", "8", "9"]
 
 
-def test_parts_are_written_atomically(tmp_path, input_, monkeypatch):
-    """A full disk while a part is written: refused in one line, and nothing of it is there."""
-    output = Output(str(tmp_path / "out"), {}, input_)
-
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(UsageError, match="No space left on device"):
-        output.write("part-1.jsonl", answers(input_.lines))
-    assert [file.name for file in (tmp_path / "out").iterdir()] == ["job.json"]
-
-
 def test_answers_of_another_job_are_refused(tmp_path, input_):
     path, unnamed = str(tmp_path / "out"), str(tmp_path / "unnamed")
     Output(path, {"model": "m", "body": {}}, input_)

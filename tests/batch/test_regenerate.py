@@ -40,7 +40,6 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def target(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama over bytes, whose tokenizer has a chat template."""
     folder = tmp_path_factory.mktemp("target")
     make_target(folder, vocab_size=257, seed=3)
     tokenizer.save_pretrained(folder)

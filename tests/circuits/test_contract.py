@@ -31,7 +31,6 @@ def test_complete_circuit_is_constructed():
     [
         ({}, "latents.*program"),
         ({"latents": CHAIN}, "program"),
-        ({"num_inner": 0, "advance": None, "joint": None}, "latents.*program"),
         ({"latents": None, "program": []}, "Mine, window=3: latents must be Latents"),
         ({"latents": CHAIN, "program": None}, "Mine, window=3: program must be 4 lists"),
         (chain([], [], []), "program must be 4 lists"),
@@ -39,7 +38,6 @@ def test_complete_circuit_is_constructed():
         (chain([], CONDITION, [Instruction(Op.TRANSITION, 1)], []), r"program\[2\]: TRANSITION 1, of 1 inner"),
         (chain([], CONDITION, [Instruction(Op.TRANSITION)], []), "TRANSITION -1"),
         (chain([], [Instruction(Op.SIBLING)], CONDITION, []), r"program\[1\]: SIBLING pops"),
-        ({"latents": Latents([0], [0, 1]), "program": [[]] * 4}, "3 numbers from 0 to 1"),
         ({"latents": Latents([0], [0, 1, 2]), "program": [[]] * 4}, "3 numbers from 0 to 1"),
         ({"latents": Latents([2, 1], [0, 1, 2]), "program": [[]] * 4}, "parents of latents form a cycle"),
     ],

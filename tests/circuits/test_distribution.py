@@ -78,6 +78,8 @@ def test_marginals_of_any_positions_equal_enumeration(case: tuple) -> None:
     close(circuit.log_prob(many, tokens), expected)
     terms = circuit.conditional_log_probs(many, tokens)
     close(terms.sum(dim=1), expected)
+    trained = conditionals(circuit, many, tokens).gather(-1, tokens.clamp(min=0)[..., None])[..., 0]
+    close(trained.masked_fill(tokens < 0, 0.0).sum(dim=1), expected)
     close(terms[tokens < 0], np.zeros(int((tokens < 0).sum())))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,31 +20,6 @@ PAGES = {"benchmarks/FEATURES.md": features, "benchmarks/COMPATIBILITY.md": comp
 def test_page_is_what_the_kept_runs_and_the_tests_give(root: Path, file: str) -> None:
     written, module = (root / file).read_text(encoding="utf-8"), PAGES[file]
     assert written == module.page(), f"type: python -m {module.__name__} --write {file}"
-
-
-@pytest.mark.parametrize(
-    ("ended", "shown", "counted"),
-    [
-        ({"passed": 2, "skipped": 1}, "distribution [1]", "1 hold of"),
-        ({"passed": 2, "failed": 1}, "**failed** [1]", "**1 failed** of"),
-        ({"skipped": 2}, "not tested: no test of it has run", "not run"),
-    ],
-)
-def test_only_a_passed_test_is_a_claim(ended: dict[str, int], shown: str, counted: str) -> None:
-    cell = {"feature": "top_k", "column": "mtpc on V1", "kind": "distribution", "why": "", "test": "x.py::test_y"}
-    run: dict[str, Any] = {
-        "time": "2026-01-02T03:04:05+00:00",
-        "commit": "abc",
-        "command": "pytest",
-        "hardware": {"cores": 2},
-        "versions": {"vllm": "0.40.1", "python": "3.12.3"},
-        "passed": 1,
-        "failed": [],
-        "skipped": {},
-        "cells": [{**cell, "passed": 0, "failed": 0, "skipped": 0, **ended}],
-    }
-    assert f"| top_k | {shown} |" in features.page(run)
-    assert f"| 0.40 | 3.12 | {counted}" in compatibility.page([run])
 
 
 @pytest.mark.parametrize("vocab, size", [(2048, 1024), (32000, 2048), (32000, 4096), (128256, 4096), (151936, 4096)])

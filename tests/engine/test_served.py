@@ -1,19 +1,26 @@
-"""A server's counters, and passes of `vllm bench serve` as `bench serve` measures them."""
+"""Servers as child processes and their failures, their counters, and passes of `vllm bench serve`."""
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
+import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.support.peers import change, make_mimo
 from vllm_mtpc import demo
 from vllm_mtpc.engine.counters import Acceptance
-from vllm_mtpc.engine.options import count_mtp_layers
+from vllm_mtpc.engine.options import API_KEY, count_mtp_layers
+from vllm_mtpc.engine.process import cpu_seconds
 from vllm_mtpc.engine.served import Engine, Setting
+from vllm_mtpc.engine.server import VllmServer, run_server
 from vllm_mtpc.errors import EngineFailed, UsageError
 
 PROMETHEUS = """\
@@ -114,3 +121,43 @@ def test_mtp_layers_are_counted_from_the_config(tmp_path: Path) -> None:
     assert count_mtp_layers({"model": str(tmp_path), "dtype": "float32", "skip_tokenizer_init": True}) == 0
     with pytest.raises(UsageError, match="target /no/such/target: vLLM cannot read it"):
         count_mtp_layers({"model": "/no/such/target"})
+
+
+def is_running(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_stop_ends_processes_that_ignore_sigterm(tmp_path: Path) -> None:
+    grandchild = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    code = (
+        f"import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', {grandchild!r}], "
+        f"stdout=subprocess.PIPE); p.stdout.readline(); open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid)); "
+        "time.sleep(60)"
+    )
+    with pytest.raises(EngineFailed, match="was not healthy after 8 s"):
+        asyncio.run(VllmServer([], program=[sys.executable, "-c", code]).start_async(timeout_s=8))
+    assert not is_running(int((tmp_path / "pid").read_text()))
+
+
+def test_server_that_ends_is_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(API_KEY, "sesame")
+    executable = tmp_path / "python"
+    executable.write_text(f'#!/bin/sh\necho "no such model [${API_KEY}]"\nexit 7\n')
+    executable.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(executable))
+    failure = pytest.raises(EngineFailed, match=r"(?s)exit code 7.*no such model \[\]")  # nor a key
+    with failure, run_server(["x"], tmp_path / "log"):
+        pass
+
+
+def test_cpu_seconds_include_child_processes() -> None:
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        deadline = time.monotonic() + 60
+        while cpu_seconds(process.pid) < 1.0:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        own = psutil.Process(process.pid).cpu_times()
+        assert own.user + own.system < 1.0  # the rest is its child's
+        for child in psutil.Process(process.pid).children():
+            child.kill()

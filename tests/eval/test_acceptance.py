@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.tiny import D, N, Rejection, TableSession, TableTarget, V, acceptance, counted, decode, tiny_head
+from tests.support.tiny import N, Rejection, TableSession, TableTarget, V, acceptance, counted, decode, tiny_head
 from vllm_mtpc.circuits.conditionals import conditionals
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval import acceptance as evaluate
@@ -32,18 +32,6 @@ def enumerated(target: TableTarget, head, m: int, temperature: float = 1.0):
 
 def along(distribution: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return distribution.gather(-1, tokens[..., None])[..., 0]
-
-
-def test_conditionals_marginalise_what_is_not_known():
-    head, tokens = tiny_head("btree"), all_windows()
-    params = head(torch.randn(1, D).expand(len(tokens), D))
-    with_all = conditionals(head.circuit, params, tokens)
-    joint = (along(with_all, tokens)[:, 0] + along(with_all, tokens)[:, 1]).exp()  # q(x_1, x_2)
-    hidden_first = torch.cat([torch.full_like(tokens[:, :1], -1), tokens[:, 1:]], 1)
-    marginal = conditionals(head.circuit, params, hidden_first)[:, 1].exp()  # q(x_2), x_1 summed out
-    for second in range(V):
-        ways = [int(((tokens[:, 0] == first) & (tokens[:, 1] == second)).nonzero()[0]) for first in range(V)]
-        assert marginal[0, second].item() == pytest.approx(joint[ways].sum().item(), abs=1e-5)
 
 
 @pytest.mark.parametrize("circuit", CIRCUITS)

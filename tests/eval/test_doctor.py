@@ -47,7 +47,6 @@ SAMPLED, GREEDY = Sampling(0.9, 0.95, top_k=10), Sampling(0.0)
 
 
 def as_served(texts: list[Decoded], temperature: float, num_drafts: int) -> Served:
-    """Texts and their counters in vLLM's form."""
     kept = [count for text in texts for count in text.accepted]
     reached = tuple(sum(count >= k for count in kept) for k in range(1, num_drafts + 1))
     counted = Acceptance(len(kept), num_drafts * len(kept), sum(kept), reached)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import pytest
 import torch
 
@@ -143,15 +141,6 @@ def test_steps_follow_each_other():
     assert counted(windows) == ([2, 2], [7, 5], [1, 0, 1, 2])  # first text: starts 0, 3, 7; second: 0, 1
     steps, tokens, _ = counted(windows, two_pass=True)  # first: 0 (1 + 0), 2 (1 + 2), 6; second: 0 (1 + 2)
     assert (steps, tokens) == ([2, 1], [6, 4])
-
-
-def test_reading_of_u_is_distinguished_from_noise():
-    def figures(accuracy: float, shuffled: float, contexts: int) -> ptp.PtpMetrics:
-        others = dict.fromkeys((field.name for field in fields(ptp.PtpMetrics)), 1)
-        return ptp.PtpMetrics(**{**others, "accuracy": accuracy, "shuffled_accuracy": shuffled, "contexts": contexts})
-
-    assert ptp.uses_u(figures(0.6, 0.3, 1000)) and not ptp.uses_u(figures(0.6, 0.595, 1000))
-    assert not ptp.uses_u(figures(0.6, 0.5, 30)) and not ptp.uses_u(figures(0.5, 0.5, 10**6))
 
 
 def test_u_of_requests_is_a_hash_of_seed_and_position():

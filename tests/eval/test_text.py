@@ -4,9 +4,8 @@ them."""
 import pytest
 import torch
 
-from tests.support.tiny import Rejection, continue_all, counted, llama_target, tiny_head
+from tests.support.tiny import Rejection, continue_all, llama_target, tiny_head
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.eval.acceptance import measure
 from vllm_mtpc.eval.text import Sampling, generate, stop_ids
 from vllm_mtpc.hf import Session
 
@@ -72,17 +71,6 @@ def test_first_tokens_have_the_models_distribution():
     top = int(expected.argmax())
     assert found[top].item() == pytest.approx(expected[top].item(), abs=3 * (expected[top] / 5000).sqrt().item())
     assert (found - expected).abs().sum() / 2 < 0.05
-
-
-def test_measured_and_simulated_agree_on_a_transformers_model():
-    """End tokens, left padding, shortened last steps: both share only the model and the head."""
-    target, head, sampling = llama_target(eos=7), tiny_head("btree", hidden_size=32, vocab_size=32), Sampling(0.0)
-    prompts = [(PROMPTS[row % 4] + row // 4) % 32 for row in range(20)]
-    measured = measure(head, target, generate(target, prompts, 24, sampling, overhang=3), sampling)
-    served = counted(continue_all(target, prompts, Rejection(head, sampling), 24), 3)
-    assert served.tokens_per_step == pytest.approx(measured.tokens_per_step, abs=1e-9)
-    assert served.per_position == pytest.approx(measured.per_position, abs=1e-9)
-    assert served.steps == measured.steps
 
 
 def test_rejected_drafts_are_cropped_from_a_full_sliding_window():

@@ -116,7 +116,6 @@ def send(server: Server, path: str, body: Any = None, headers: Any = OWN, plain:
 
 
 def asked(server: Server, side: str, **more: Any) -> list[dict[str, Any]]:
-    """Lines of the answer of one side."""
     return [json.loads(line) for line in send(server, f"/ask/{side}", {**ASK, "seed": 1, **more})[1].splitlines()]
 
 

@@ -7,7 +7,6 @@ import json
 import shutil
 from pathlib import Path
 
-import matplotlib.colors
 import pytest
 
 from vllm_mtpc import demo
@@ -78,15 +77,6 @@ def test_files_are_the_same_every_time(tmp_path: Path) -> None:
         draw.plot_served(ROWS, folder, "x")
     for file in (tmp_path / "one").iterdir():
         assert file.read_bytes() == (tmp_path / "other" / file.name).read_bytes(), file.name
-
-
-def test_looks_differ_also_in_greyscale() -> None:
-    names = ["btree n=8", "btree n=16", "cp", "something", "ff", "hmm", "more", "most"]
-    looks = draw.looks_of(names)
-    assert looks["btree n=8"] == draw.CIRCUIT_LOOKS["btree"] and looks["ff"] == draw.CIRCUIT_LOOKS["ff"]
-    for part in ("color", "marker", "linestyle"):
-        assert len({str(look[part]) for look in looks.values()}) == len(names)
-    assert all(matplotlib.colors.is_color_like(look["color"]) for look in looks.values())
 
 
 def run(*words: str) -> int:

@@ -150,7 +150,6 @@ def test_tensor_parallel_over_two_nodes(tmp_path: Path) -> None:
 
 
 def replicas() -> int:
-    """Engines that run."""
     from ray import serve
 
     states = serve.status().applications["default"].deployments["Engine"].replica_states

@@ -35,8 +35,6 @@ class Engines:
 
 
 class Parts:
-    """One answer, or the exception in its place."""
-
     def __init__(self, answer):
         self._left = iter([answer] if isinstance(answer, BaseException) else answer)
 
@@ -61,7 +59,6 @@ def gone(engine: str) -> EngineFailed:
 
 
 def ask(engines: Engines, attempts: int, timeout_s: float = 60.0):
-    """The router's response to a request."""
 
     async def receive():
         return {"type": "http.request", "body": b"{}", "more_body": False}

@@ -23,7 +23,6 @@ SPECIAL = (256, 258, 259)  # as the file lists them: not counted from 1
 
 
 def make_texts(count: int = 20, length: int = 60, seed: int = 0) -> list[list[int]]:
-    """Texts of the frequent tokens."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randint(len(FREQUENT), (count, length), generator=generator) + FREQUENT[0]).tolist()
 
@@ -44,20 +43,9 @@ def make_table(texts: list[list[int]], seed: int = 0) -> dict[str, int]:
 def make_byte_llama(folder: Path, texts: list[list[int]], seed: int = 0) -> None:
     """A random byte-level Llama in float32 whose subwords come from `texts`."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        initializer_range=0.2,
-        bos_token_id=256,
-        eos_token_id=259,
-    )
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    config = LlamaConfig(**sizes, tie_word_embeddings=False, initializer_range=0.2, bos_token_id=256, eos_token_id=259)
     LlamaForCausalLM(config).save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
     weights["model.expand_embed_tokens.weight"] = torch.randn(SUBWORDS, 64) * 0.5
@@ -123,7 +111,6 @@ class Reference(GreedyReference):
 
     @torch.no_grad()
     def hidden(self, tokens: list[int]) -> Tensor:
-        """States [L, D] after the final norm."""
         subwords = [self.subword(tokens, t) for t in range(len(tokens))]
         embeds = self.llama.model.embed_tokens(torch.tensor(tokens)) + self.expand[subwords]
         return self.llama.model(inputs_embeds=embeds[None], use_cache=False).last_hidden_state[0]

@@ -14,7 +14,6 @@ import json
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +53,9 @@ def declared() -> tuple[list[str], list[str], dict[str, list[str]]]:
     return list(ast.literal_eval(releases[1])), [one for one in ast.literal_eval(pythons[1]) if "." in one], wanted
 
 
-def page(runs: Sequence[dict[str, Any]] | None = None) -> str:
-    """Return the text of benchmarks/COMPATIBILITY.md from runs of the tests; None: the kept runs."""
-    if runs is None:
-        runs = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(ROOT.glob(RUNS))]
+def page() -> str:
+    """Return the text of benchmarks/COMPATIBILITY.md from the kept runs of the tests."""
+    runs = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(ROOT.glob(RUNS))]
     releases, pythons, extras = declared()
     newest = {_versions(run): run for run in sorted(runs, key=lambda run: run["time"])}
     rows = [(release, python) for release in releases for python in pythons]

@@ -115,7 +115,6 @@ def _read(path: Path) -> ModuleType:
 
 
 def vllms_gumbel() -> ModuleType:
-    """vLLM's module of `gumbel_noised_argmax` and `gumbel_sample`, for a GPU."""
     folder = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
     return _read(folder / "v1" / "worker" / "gpu" / "sample" / "gumbel.py")
 

@@ -20,8 +20,6 @@ POISON = 2**62
 
 @dataclass
 class Case:
-    """Inputs of a batch and options of the drafter."""
-
     program: Program
     params: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Bigram | None]  # as `DraftParams`
     slots: Tensor  # [B]
@@ -114,7 +112,6 @@ def rounded(dtype: torch.dtype) -> Case:
 
 
 def of_recipe() -> Case:
-    """The circuit of CONTRIBUTING.md."""
     with recipe.registered():
         return case(recipe.NAME, 8, 7, 63, 2, 5)
 

@@ -18,30 +18,13 @@ from torch import Tensor
 from tests.support.greedy import GreedyReference
 
 SIZES: dict[str, Any] = {
-    "architectures": ["EvaByteForCausalLM"],
-    "model_type": "evabyte",
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "num_pred_heads": 8,
-    "window_size": 32,
-    "chunk_size": 4,
-    "attention_class": "eva",
-    "norm_add_unit_offset": True,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 100000.0,
-    "rope_scaling": None,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 11,
+    "architectures": ["EvaByteForCausalLM"], "model_type": "evabyte", "vocab_size": 320, "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "num_pred_heads": 8, "window_size": 32, "chunk_size": 4, "attention_class": "eva", "norm_add_unit_offset": True,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 100000.0, "rope_scaling": None,
+    "hidden_act": "silu", "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 11,
     "torch_dtype": "float32",
-}
+}  # fmt: skip
 
 
 def make_evabyte(folder: Path, seed: int = 0, **changes: Any) -> dict[str, Tensor]:
@@ -85,7 +68,6 @@ class Reference(GreedyReference):
 
     @torch.no_grad()
     def hidden(self, tokens: list[int]) -> Tensor:
-        """States [L, D] after the final norm."""
         x = self.weights["model.embed_tokens.weight"][tokens]
         for layer in range(self.config["num_hidden_layers"]):
             prefix = f"model.layers.{layer}"

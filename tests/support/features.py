@@ -73,9 +73,9 @@ def cells_of(item: pytest.Item) -> list[list[str]]:
     return cells
 
 
-def page(outcome: dict[str, Any] | None = None) -> str:
-    """Return the text of benchmarks/FEATURES.md from a run of the tests; None: the kept run."""
-    outcome = outcome or json.loads(KEPT.read_text(encoding="utf-8"))
+def page() -> str:
+    """Return the text of benchmarks/FEATURES.md from the kept run of the tests."""
+    outcome = json.loads(KEPT.read_text(encoding="utf-8"))
     shown: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for cell in outcome["cells"]:
         shown[cell["feature"], cell["column"]].append(cell)

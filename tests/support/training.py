@@ -63,13 +63,11 @@ def flags(place: Path, out: str, **changes: object) -> list[str]:
 
 
 def train(place: Path, out: str, **changes: object) -> Path:
-    """A small run by the command; returns its folder."""
     assert main(["train", *flags(place, out, **changes)]) == 0
     return place / out
 
 
 def refused(capsys: pytest.CaptureFixture[str], place: Path, out: str, **changes: object) -> str:
-    """The error of a run that is refused."""
     capsys.readouterr()
     assert main(["train", *flags(place, out, **changes)]) == 1
     return capsys.readouterr().err.strip().splitlines()[-1]

@@ -1,7 +1,6 @@
 """Requests that launch the kernels of Model Runner V2: `python -m tests.support.workload MAX_TOKENS ENGINE ...`.
 
-Prints JSON: the tokens of each engine, the CPU-seconds of what was asked of them and, with MTPC_INTERPRETER=check or
-check-once, what comparing launches found (see scripts/interpreter).
+Prints JSON: the tokens of each engine and, with MTPC_INTERPRETER=check or check-once, what comparing launches found.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from typing import Any
 
 CODE = list(b"import os\n\n\ndef walk(path):\n    ")
@@ -48,8 +46,7 @@ ENGINES: dict[str, tuple[dict[str, Any] | None, tuple[list[dict[str, Any]], ...]
 }
 
 
-def answers(name: str, max_tokens: int) -> tuple[list[list[int]], float]:
-    """Tokens of each request, and the CPU-seconds it took without the engine's start."""
+def answers(name: str, max_tokens: int) -> list[list[int]]:
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -74,15 +71,12 @@ def answers(name: str, max_tokens: int) -> tuple[list[list[int]], float]:
             options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
         prompts.append({"prompt_token_ids": prompt})
         params.append(SamplingParams(**options))
-    start = time.process_time()
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs], time.process_time() - start
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def main(max_tokens: str, *names: str) -> None:
-    said = {name: answers(name, int(max_tokens)) for name in names}
-    result: dict[str, Any] = {"tokens": {name: tokens for name, (tokens, _) in said.items()}}
-    result["seconds"] = {name: round(spent, 2) for name, (_, spent) in said.items()}
+    result: dict[str, Any] = {"tokens": {name: answers(name, int(max_tokens)) for name in names}}
     if os.environ.get("MTPC_INTERPRETER", "").startswith("check"):
         from numpy_interpreter.check import REPORT
 

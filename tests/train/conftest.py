@@ -28,7 +28,6 @@ def fixture_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    """A random Llama of 12 tokens."""
     folder = tmp_path_factory.mktemp("tiny") / "target"
     make_target(folder, V, seed=1, hidden_size=32)
     return load_target(folder)

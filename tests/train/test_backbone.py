@@ -27,7 +27,6 @@ torch.set_num_threads(1)
 
 
 def test_window_reads_only_its_document(tiny_target, tmp_path):
-    """The input of every window equals that of its document alone, up to the start of the window."""
     job = make_trainer(options_for(tiny_target, tmp_path, **BACKBONE), tiny_target)
     drafter, batch = job.model, next(job.windows.batches())
     first = batch.tokens[:, 0]
@@ -91,7 +90,6 @@ def test_measured_backbone_states_match_single_windows(tiny_target, tmp_path):
 
 
 def test_circuit_trains_on_frozen_backbone(place, capsys):
-    """From text to a head, then another circuit with tokens on the same draft layers; measured, shown, and refused."""
     mine = BACKBONE | {"circuit": "ff", "components": 1, "component_rank": 0, "max_steps": 2}
     drafter = train(place, "drafter", **mine)
     more = {"circuit": "hmm", "init_from": drafter, "freeze_backbone": True, "token_rank": 2, "max_steps": 2}
@@ -121,7 +119,6 @@ TOLERANCE = 1e-5
 
 @pytest.fixture(scope="module", name="drafters_place")
 def fixture_drafters_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte target, text, and heads converted from drafters of it."""
     place = tmp_path_factory.mktemp("converted")
     target = make_target(place / "target", BYTES, seed=3, hidden_size=32, layers=4)
     build_tokenizer().save_pretrained(place / "target")
@@ -168,7 +165,6 @@ def test_any_circuit_starts_at_the_drafters_distribution(drafters_place: Path, s
 
 @pytest.mark.parametrize("freeze", [True, False])
 def test_a_circuit_is_trained_on_a_drafter(drafters_place: Path, freeze: bool) -> None:
-    """Components part, and the draft layers stay or go on."""
     place, source, out = drafters_place, "original dspark", f"trained {freeze}"
     trained = train(place, out, **options(place, source, circuit="hmm", freeze_backbone=freeze))
     (_, head), (_, drafter) = load_head(trained), load_head(place / source)

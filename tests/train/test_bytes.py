@@ -36,7 +36,6 @@ CHATS = [
 
 @pytest.fixture(scope="module", params=["evabyte", "byte-llama"])
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random target and chats."""
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "evabyte":
         evabyte.make_evabyte(folder / "target")
@@ -47,7 +46,6 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def changed(**more: Any) -> dict[str, Any]:
-    """Options of a run of three steps."""
     return {"max_steps": 3, "seq_len": 192, "windows_per_step": 16, "gamma": 0.8, **more}
 
 
@@ -97,7 +95,6 @@ def test_evabyte_starts_at_its_own_eight_heads(place: Path) -> None:
 
 
 def test_draft_layers_go_on_from_the_eight_heads(place: Path) -> None:
-    """`token-heads` writes them."""
     if load_target(place / "target").config.model_type != "evabyte":
         pytest.skip("needs a target with several prediction heads; this one has a single head")
     assert main(["token-heads", str(place / "target"), "--out", str(place / "own")]) == 0

@@ -25,7 +25,6 @@ RUN |= {"tokens_per_second": 5031.2, "peak_memory_bytes": 3 * 2**29, "processes"
 
 
 def make(tmp_path: Path, figures: dict, run: dict, **changes: object) -> dict:
-    """The record of a run whose out folder is tmp_path/head."""
     named = {"target": "org/model", "data": ["a.txt"], "out": str(tmp_path / "head"), "learning_rate": 3e-4}
     options = parse({**named, "window": 4, **changes})
     head = {"circuit": "btree", "window": 4, "num_components": options.num_components, "head": options.head}

@@ -190,7 +190,6 @@ def test_two_processes_train_as_one(place, parallel, head):
     ],
 )
 def test_options_are_checked_before_weights_are_loaded(place, capsys, monkeypatch, changes, message):
-    """Nothing of the target is loaded, and vLLM writes no responses."""
     (place / "shut").mkdir(exist_ok=True)
     may = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: not str(path).endswith("shut") and may(path, mode))

@@ -110,7 +110,6 @@ def test_chunks_of_a_step_give_the_same_loss_and_gradients(tiny_target, tmp_path
 
 
 def test_documents_of_a_row_do_not_influence_each_other(tiny_target, tmp_path):
-    """Another document next to it, the same windows: the loss of a document's windows is its own."""
     documents, found = random_documents(2), []
     for shift in (0, 1):
         changed = [documents[0], ((documents[1][0] + shift) % 12, documents[1][1])]

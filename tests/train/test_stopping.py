@@ -66,22 +66,6 @@ def test_run_killed_at_random_steps_resumes_bit_for_bit(place: Path) -> None:
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
-def test_signal_ends_run_after_current_step(tiny_target, tmp_path: Path, monkeypatch) -> None:
-    trainer = make_trainer(options_for(tiny_target, tmp_path), tiny_target)
-    update, before = trainer.train_step, signal.getsignal(signal.SIGINT)
-
-    def told(*args, **kwargs):
-        if trainer.step == 4:
-            os.kill(os.getpid(), signal.SIGINT)
-        return update(*args, **kwargs)
-
-    monkeypatch.setattr(trainer, "train_step", told)
-    trainer.train()
-    assert trainer.stopping.signal == signal.SIGINT and trainer.step == 5 and len(losses(tmp_path)) == 5
-    assert state.read_state(tmp_path / "state")["step"] == 5
-    assert signal.getsignal(signal.SIGINT) is before
-
-
 def test_second_signal_ends_process_at_once(monkeypatch) -> None:
     ended = []
     monkeypatch.setattr(os, "kill", lambda process, number: ended.append(number))

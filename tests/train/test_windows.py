@@ -47,7 +47,6 @@ documents = st.lists(st.lists(st.integers(1, S), max_size=4).filter(lambda d: su
 @given(documents, st.sets(st.tuples(st.integers(0, 4), st.integers(0, S - 1)), max_size=8), st.integers(2, 6))
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_window_holds_following_tokens_of_the_document(lengths, untrained, window):
-    """Against a loop over tokens written from the definition."""
     rows = make_rows(lengths, {(row, at) for row, at in untrained if row < len(lengths)})
     starts = eligible(rows)
     for row in range(len(lengths)):
