@@ -159,7 +159,7 @@ def check(folder: Path, case: Case, replies: list[Reply]) -> None:
     for call, reply in zip(calls, replies, strict=True):
         for prompt, (answer,), one in zip(call.prompts, reply.tokens, call.sampling, strict=True):
             assert len(answer) == one["max_tokens"]
-            assert target.best(prompt + answer)[len(prompt) - 1 : -1] == answer
+            assert target.is_greedy(prompt, answer)
     if not least:
         with pytest.raises(AssertionError):
             check_drafts(folder, head, calls, replies)

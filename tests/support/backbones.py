@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests.support.greedy import GreedyReference
 from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads import build_head
@@ -23,7 +24,7 @@ SMALL = {
 }
 
 
-class Target:
+class Target(GreedyReference):
     """A target on transformers, by whole texts."""
 
     def __init__(self, folder: Path, layers: list[int]) -> None:
@@ -50,15 +51,8 @@ class Target:
         return torch.cat([streams[layer] for layer in self.layers], dim=-1)
 
     @torch.no_grad()
-    def best(self, tokens: list[int]) -> list[int]:
-        """The most probable next token at each place."""
-        return self.model(torch.tensor([tokens])).logits[0].argmax(dim=-1).tolist()
-
-    def greedy(self, prompt: list[int], count: int) -> list[int]:
-        tokens = list(prompt)
-        for _ in range(count):
-            tokens.append(self.best(tokens)[-1])
-        return tokens[len(prompt) :]
+    def logits(self, tokens: list[int]) -> Tensor:
+        return self.model(torch.tensor([tokens])).logits[0]
 
 
 def states(head: BackboneHead, aux: Tensor, starts: Tensor, first: Tensor) -> Tensor:
