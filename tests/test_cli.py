@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 import vllm_mtpc
-from vllm_mtpc.checkpoint import save_head
+from vllm_mtpc.checkpoint import read_config, save_head
 from vllm_mtpc.cli import COMMANDS, guard, main
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import SETUP
+from vllm_mtpc.families import FAMILIES, Family
 from vllm_mtpc.heads import build_head
 
 ROOT = Path(__file__).parents[1]
@@ -115,3 +116,17 @@ def test_missing_torch_names_a_script_that_installs_everything(folder, root):
     assert result.returncode == 1
     assert result.stderr == f"vllm-mtpc: error: torch is not installed; type: {SETUP}\n"
     assert os.access(root / SETUP.split()[0], os.X_OK)
+
+
+def test_a_family_of_the_table_is_read_by_it(monkeypatch, tmp_path: Path):
+    """A config of a third family is read by the class that its entry names; no other code knows the name."""
+    (tmp_path / "config.json").write_text('{"speculators_model_type": "third"}')
+    monkeypatch.setitem(FAMILIES, "third", Family(config="tests.test_cli:Third"))
+    assert read_config(tmp_path) == "read by the third"
+
+
+class Third:
+    @staticmethod
+    def parse(values: dict[str, str], source: str) -> str:
+        assert values == {"speculators_model_type": "third"} and source.endswith("config.json")
+        return "read by the third"

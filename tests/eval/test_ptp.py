@@ -141,10 +141,3 @@ def test_steps_follow_each_other():
     assert counted(windows) == ([2, 2], [7, 5], [1, 0, 1, 2])  # first text: starts 0, 3, 7; second: 0, 1
     steps, tokens, _ = counted(windows, two_pass=True)  # first: 0 (1 + 0), 2 (1 + 2), 6; second: 0 (1 + 2)
     assert (steps, tokens) == ([2, 1], [6, 4])
-
-
-def test_u_of_requests_is_a_hash_of_seed_and_position():
-    u = request_u(Sampling(1.0), [3, 4], 0, 50, torch.device("cpu"))
-    assert torch.equal(request_u(Sampling(1.0), [3], 5, 4, u.device)[0], u[0, 5:9])
-    assert len(set(u.flatten().tolist())) == 100
-    assert (request_u(Sampling(0.0), [3], 5, 4, u.device) == 0.5).all()

@@ -34,9 +34,7 @@ def page(folder: Path = ROOT / "tests") -> str:
 def _claims(body: list[ast.stmt]) -> list[str]:
     lines = []
     for node in body:
-        if isinstance(node, ast.ClassDef):
-            lines += _claims(node.body)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
             name = node.name.removeprefix("test_").replace("_", " ")
             features = ", ".join(_features(node))
             is_slow = any(ast.unparse(mark) == "pytest.mark.slow" for mark in node.decorator_list)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -11,11 +10,9 @@ import pytest
 import torch
 from transformers import Phi3Config, Phi3ForCausalLM
 
-from benchmarks.demo.byte_target import build_tokenizer
 from tests.support import drafters
-from tests.support.models import make_target
 from tests.support.training import BACKBONE, make_trainer, options_for, record_of, refused, train
-from tests.train.conftest import WORDS
+from tests.train.conftest import write_place
 from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.cli import main
 from vllm_mtpc.eval.text import Sampling, generate, with_backbone
@@ -111,7 +108,6 @@ def test_circuit_trains_on_frozen_backbone(place, capsys):
 
 # --- from a converted drafter
 
-BYTES = 257
 DRAFTERS = ("speculators dflash", "original dspark")
 # nats; the same numbers, summed over equal latents in float32
 TOLERANCE = 1e-5
@@ -120,9 +116,7 @@ TOLERANCE = 1e-5
 @pytest.fixture(scope="module", name="drafters_place")
 def fixture_drafters_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("converted")
-    target = make_target(place / "target", BYTES, seed=3, hidden_size=32, layers=4)
-    build_tokenizer().save_pretrained(place / "target")
-    (place / "text.jsonl").write_text("".join(json.dumps({"text": WORDS[i:]}) + "\n" for i in range(12)))
+    target = write_place(place, layers=4)
     for layout in DRAFTERS:
         source, out = drafters.make(place / f"{layout} source", layout, target), place / layout
         assert main(["convert", str(source), "--target", str(place / "target"), "--out", str(out)]) == 0
@@ -157,7 +151,7 @@ def test_any_circuit_starts_at_the_drafters_distribution(drafters_place: Path, s
     assert (config.circuit, config.num_components, config.component_rank) == (circuit, 4, 3)
     assert (config.token_rank or 0) == (drafters.RANK if "dspark" in source else 0)  # not typed: the source's
     assert head.component_in.std() > 0.1  # or components could never part
-    windows = torch.randint(BYTES, (64, config.window), generator=torch.Generator().manual_seed(0))
+    windows = torch.randint(257, (64, config.window), generator=torch.Generator().manual_seed(0))
     wanted = log_probs(place, source, windows)
     assert wanted.std() > 0.5
     torch.testing.assert_close(log_probs(place, out, windows), wanted, rtol=0, atol=TOLERANCE)
