@@ -111,9 +111,3 @@ def test_table_of_head_sizes_is_computed(root: Path, vocab: int, size: int) -> N
         shown.append(f"{sum(parameter.numel() for parameter in head.parameters()) / 1e6:.1f}M")
     row = f"| {' | '.join([f'{vocab:,}', f'{size:,}', *shown, f'{4 * 8 * 8 * vocab / 1e6:.1f} MB'])} |"
     assert row in (root / "docs" / "your-model.md").read_text(encoding="utf-8"), row
-
-
-def test_figures_can_be_drawn(root: Path, tmp_path: Path) -> None:
-    subprocess.run([sys.executable, root / "scripts" / "site_figures.py", tmp_path], check=True, cwd=root)
-    drawn = {file.name for file in tmp_path.glob("*.svg")}
-    assert drawn and drawn == {file.name for file in (root / "docs" / "figures").glob("how-*.svg")}

@@ -79,16 +79,6 @@ def test_bits_are_those_of_the_distributions():
     assert joint.exp().sum().item() == pytest.approx(1.0, abs=1e-4)  # all windows share one h_t
 
 
-@pytest.mark.parametrize("drafts", [N - 1, 2])
-def test_greedy_acceptance_is_that_of_the_drafts(drafts):
-    head, target = tiny_head("btree"), TableTarget()
-    samples = target.write(rows=1, length=N, greedy=True)
-    tokens, states = samples.tokens[:, 2 : 3 + drafts], samples.hidden[:, 1 : 2 + drafts]
-    expected = head.circuit.greedy(head(states[:, 0], drafts + 1), prefix=tokens[:, :1]) == tokens
-    measured = acceptance(head, target, states, tokens, Sampling(0.0))
-    assert torch.equal(measured, expected[:, 1:].float().cumprod(1))
-
-
 @pytest.mark.parametrize(("temperature", "drafts"), [(1.0, N - 1), (0.6, 1)])
 def test_measure_agrees_with_a_simulated_server(temperature, drafts):
     head, target, length, sampling = tiny_head("hmm"), TableTarget(), 30, Sampling(temperature)

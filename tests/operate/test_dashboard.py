@@ -34,6 +34,7 @@ EXPRESSIONS = {
     for panel in PANELS
     for target in panel["targets"]
 }
+RULE_NAMES = [f"vllm_mtpc:{name}:rate5m" for name in ("tokens_per_step", "class_tokens_per_step", "drafts_accepted")]
 NEEDS_PROMETHEUS = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="prometheus and promtool are not installed: apt install prometheus"
 )
@@ -141,10 +142,10 @@ def load(client: server.Client, is_enough: Callable[[], bool]) -> None:
 
 @NEEDS_PROMETHEUS
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EXPRESSIONS)
-def test_every_panel_has_values(scraped: Prometheus, name: str) -> None:
-    found = scraped.ask(EXPRESSIONS[name])
-    assert found, EXPRESSIONS[name]
+@pytest.mark.parametrize("name", [*EXPRESSIONS, *RULE_NAMES])
+def test_every_panel_and_rule_has_values(scraped: Prometheus, name: str) -> None:
+    found = scraped.ask(EXPRESSIONS.get(name, name))
+    assert found, name
     values = [float(one["value"][1]) for one in found]
     assert any(math.isfinite(value) for value in values), values
     if name == "Tokens per step A":
@@ -155,13 +156,6 @@ def test_every_panel_has_values(scraped: Prometheus, name: str) -> None:
     if name == "Drafts not verified A":
         assert {one["metric"]["by"] for one in found} == {"schedule", "confidence", "budget", "request"}
         assert next(float(one["value"][1]) for one in found if one["metric"]["by"] == "request") > 0
-
-
-@NEEDS_PROMETHEUS
-@pytest.mark.slow
-def test_rules_are_evaluated(scraped: Prometheus) -> None:
-    for record in ("tokens_per_step", "class_tokens_per_step", "drafts_accepted"):
-        assert scraped.ask(f"vllm_mtpc:{record}:rate5m"), record
 
 
 def page(count: int) -> str:

@@ -112,18 +112,6 @@ def test_reading_a_few_rows_reads_only_their_pages(tmp_path):
     assert resident() - before < 64 << 20
 
 
-def fail_at_second_shard(patch: pytest.MonkeyPatch, error: BaseException) -> None:
-    real = cache.save_file
-
-    def save(tensors: object, path: Path, metadata: object) -> None:
-        if path.name.startswith("shard-00001"):
-            path.write_bytes(b"half of a shard")
-            raise error
-        real(tensors, path, metadata)
-
-    patch.setattr(cache, "save_file", save)
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -135,8 +123,16 @@ def fail_at_second_shard(patch: pytest.MonkeyPatch, error: BaseException) -> Non
 def test_interrupted_cache_continues(folder, target, rows, monkeypatch, error):
     is_full = isinstance(error, Exception)
     message = r"the disk is full\); finished shards are intact: free space and run again" if is_full else None
+    real = cache.save_file
+
+    def save(tensors: object, path: Path, metadata: object) -> None:
+        if path.name.startswith("shard-00001"):
+            path.write_bytes(b"half of a shard")
+            raise error
+        real(tensors, path, metadata)
+
     with monkeypatch.context() as patch, pytest.raises(UsageError if is_full else KeyboardInterrupt, match=message):
-        fail_at_second_shard(patch, error)
+        patch.setattr(cache, "save_file", save)
         write_cache(folder, target, rows)
     assert sorted(path.name for path in folder.iterdir()) == ["index.json", "shard-00000.safetensors"]
     first = (folder / "shard-00000.safetensors").stat().st_mtime_ns

@@ -109,22 +109,6 @@ def test_chunks_of_a_step_give_the_same_loss_and_gradients(tiny_target, tmp_path
             torch.testing.assert_close(value, expected, rtol=1e-3, atol=1e-6)
 
 
-def test_documents_of_a_row_do_not_influence_each_other(tiny_target, tmp_path):
-    documents, found = random_documents(2), []
-    for shift in (0, 1):
-        changed = [documents[0], ((documents[1][0] + shift) % 12, documents[1][1])]
-        trainer = make_trainer(options_for(tiny_target, tmp_path, seq_len=80), tiny_target, changed)
-        batch, rows = next(trainer.windows.batches()), trainer.windows.source.rows
-        assert len(rows.tokens) == 1
-        own = [rows.tokens[0][rows.document[0] == number].tolist() for number in range(2)]
-        mine = rows.document[0, batch.start] == own.index(documents[0][0].tolist())
-        order = batch.start[mine].argsort()
-        part = batch.each(lambda value, mine=mine, order=order: value[mine][order])
-        found.append((trainer.model(part)[0].item(), part.tokens.tolist()))
-    # the sums run in the order of places in the row, which the neighbour's length alone decides: bit for bit
-    assert found[0] == found[1]
-
-
 def test_state_of_another_run_is_refused(tiny_target, tmp_path):
     run(options_for(tiny_target, tmp_path, max_steps=2), tiny_target)
     with pytest.raises(CheckpointError, match=r"run with gamma=0.9, not 0.8; resume with the options"):
