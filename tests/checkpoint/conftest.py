@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from peft import get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.support.adapted import LLAMA, adapted_llama
 from vllm_mtpc.checkpoint import check_tensors, load_head, load_ptp, read_config, save_head, save_ptp
 from vllm_mtpc.checkpoint.inspect import inspect_head
 from vllm_mtpc.cli import main
@@ -27,6 +27,24 @@ from vllm_mtpc.heads.ptp.late import build_late
 torch.set_num_threads(1)
 TARGET = {"model_type": "llama", "hidden_size": 4, "vocab_size": 7, "architectures": ["LlamaForCausalLM"]}
 KINDS = ("mtpc", "layers", "ptp", "late")
+SIZES = dict(vocab_size=7, hidden_size=8, intermediate_size=12, num_hidden_layers=3)
+LLAMA = LlamaConfig(**SIZES, num_attention_heads=2, num_key_value_heads=1, head_dim=4)
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LLAMA).eval().requires_grad_(False)
+
+
+def adapted_llama(seed: int = 0, layers: list[int] | None = None, **lora: float) -> PeftModel:
+    """PEFT's model of `llama` with random adapters of rank 2 on some layers or all."""
+    config = LoraConfig(r=2, target_modules=list(MODULES), layers_to_transform=layers, **lora)
+    model = get_peft_model(llama(), config).eval()
+    torch.manual_seed(seed)
+    for name, value in model.named_parameters():
+        if ".lora_" in name:
+            value.data.normal_()
+    return model
 
 
 @pytest.fixture

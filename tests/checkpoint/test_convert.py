@@ -12,10 +12,9 @@ from huggingface_hub.hf_api import ModelInfo
 from peft import PeftModel
 from transformers import LlamaConfig
 
-from tests.checkpoint.conftest import convert, convert_refusal
+from tests.checkpoint.conftest import LLAMA, adapted_llama, convert, convert_refusal, llama
 from tests.support import authors_mtpc as authors
 from tests.support import drafters
-from tests.support.adapted import LLAMA, adapted_llama, llama
 from tests.support.files import front_matter_of
 from tests.support.models import make_target
 from vllm_mtpc.checkpoint import load_ptp

@@ -11,9 +11,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from tests.checkpoint.conftest import convert, convert_refusal
+from tests.checkpoint.conftest import LLAMA, adapted_llama, convert, convert_refusal, llama
 from tests.support import authors_mtpc as authors
-from tests.support.adapted import LLAMA, adapted_llama, llama
 from tests.support.files import front_matter_of
 from vllm_mtpc.checkpoint import check_tensors, load_head
 from vllm_mtpc.checkpoint.inspect import inspect_head

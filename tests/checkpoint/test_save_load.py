@@ -12,8 +12,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from tests.checkpoint.conftest import contents, lora_of, refusal
-from tests.support.adapted import LLAMA, adapted_llama, llama
+from tests.checkpoint.conftest import LLAMA, adapted_llama, contents, llama, lora_of, refusal
 from vllm_mtpc.checkpoint import load_head, load_ptp, read_config, save_head, save_ptp
 from vllm_mtpc.checkpoint.inspect import inspect_head
 from vllm_mtpc.checkpoint.load import ADAPTER_FILES
@@ -62,11 +61,6 @@ def test_folder_has_config_weights_card_and_provenance(tmp_path, save_kind, kind
     assert record["versions"]["torch"] == torch.__version__ and "python" in record["versions"]
 
 
-def test_saving_a_loaded_head_writes_the_same_bytes(folder, tmp_path):
-    save_head(tmp_path / "again", *load_head(folder), {"command": "train me"}, "# a head\n")
-    assert contents(tmp_path / "again") == contents(folder)
-
-
 def draft_layers() -> DraftLayers:
     model = llama()
     split = DraftLayers(Target("llama", model, None, model.model, model.lm_head, "torch"), 2, rank=2, alpha=4)
@@ -101,13 +95,20 @@ def test_draft_layers_must_be_those_of_the_config_to_be_saved(tmp_path, new_head
     assert not (tmp_path / "head").exists()
 
 
+PTP_SETTINGS = [{"variant": "c-ptp", "u_embedding": name} for name in EMBEDDINGS]
+PTP_SETTINGS.append({"variant": "late", "late_width": 3, "distribution_trust": 0.8})
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("u_embedding", EMBEDDINGS)
-def test_ptp_head_is_loaded_as_saved(tmp_path, u_embedding, dtype):
-    settings = {"u_embedding": u_embedding, "variant": "c-ptp", "window": 4, "accepted": [0.5, 0.5, 0, 0]}
+@pytest.mark.parametrize("settings", PTP_SETTINGS)
+def test_ptp_head_is_loaded_as_saved(tmp_path, settings, dtype):
+    settings = {"window": 4, "accepted": [0.5, 0.5, 0, 0], **settings}
     config = PtpConfig.create(target=LLAMA, verifier="../target", lora_rank=2, lora_alpha=6.0, **settings)
-    lora, embedding = lora_of(0, None, 6.0), build_embedding(u_embedding, 8, config.u_features, config.u_hidden)
-    save_ptp(tmp_path, config, lora, embedding, {}, "card", dtype)
+    lora, late = lora_of(0, None, 6.0), build_late(8, config.late_width)
+    embedding = build_embedding(config.u_embedding, 8, config.u_features, config.u_hidden)
+    if late is not None:
+        late.outer.weight.data.normal_()
+    save_ptp(tmp_path, config, lora, embedding, {}, "card", dtype, late)
     head = load_ptp(tmp_path)
     assert head.config == read_config(tmp_path) == config
     assert head.lora.keys() == lora.keys()
@@ -115,21 +116,13 @@ def test_ptp_head_is_loaded_as_saved(tmp_path, u_embedding, dtype):
     u = torch.rand(9)
     assert torch.equal(head.embedding(u), embedding.to(dtype).float()(u))
     assert not any(value.requires_grad for value in head.embedding.parameters())
+    if late is not None:
+        states = torch.randn(2, 2, 4, 8)  # hidden, tokens
+        assert torch.equal(head.late(*states), late.to(dtype).float()(*states))
+        assert not any(value.requires_grad for value in head.late.parameters())
+        assert inspect_head(tmp_path)["late_width"] == 3 and inspect_head(tmp_path)["distribution_trust"] == 0.8
     head = load_ptp(tmp_path, torch.bfloat16)
     assert {value.dtype for value in [*head.lora.values(), *head.embedding.parameters()]} == {torch.bfloat16}
-
-
-def test_late_network_is_loaded_as_saved(tmp_path):
-    settings = {"variant": "late", "window": 4, "late_width": 3, "distribution_trust": 0.8}
-    config = PtpConfig.create(target=LLAMA, verifier="../target", lora_rank=2, lora_alpha=6.0, **settings)
-    late = build_late(8, 3)
-    late.outer.weight.data.normal_()
-    save_ptp(tmp_path, config, lora_of(0, None, 6.0), build_embedding("ieee", 8), {}, "card", torch.float16, late)
-    head = load_ptp(tmp_path)
-    hidden, tokens = torch.randn(2, 4, 8), torch.randn(2, 4, 8)
-    assert torch.equal(head.late(hidden, tokens), late.half().float()(hidden, tokens))
-    assert not any(value.requires_grad for value in head.late.parameters())
-    assert inspect_head(tmp_path)["late_width"] == 3 and inspect_head(tmp_path)["distribution_trust"] == 0.8
 
 
 def test_peft_reads_the_adapters(tmp_path, save_kind):

@@ -17,7 +17,7 @@ import pytest
 from tests.support import backbones
 from tests.support.engine import Engine, Reply, ask, build, run
 from tests.support.models import make_head, make_ptp_head, make_target, random_layers
-from tests.support.pieces import PROMPTS, SMALL, VOCAB
+from tests.support.requests import PROMPTS, SMALL, VOCAB
 from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads import build_head

@@ -23,8 +23,7 @@ from tests.support import backbones, drafters, forks
 from tests.support.engine import TWO_RANKS, Call, Engine, Reply, ask, build, run
 from tests.support.heads import fit_head
 from tests.support.models import make_target, random_layers
-from tests.support.pieces import LONGEST, PROMPTS, SMALL, VOCAB
-from tests.support.requests import ALL_DRAFTS
+from tests.support.requests import ALL_DRAFTS, LONGEST, PROMPTS, SMALL, VOCAB
 from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.cli import main
 from vllm_mtpc.heads.adapters import DraftLayers

@@ -44,7 +44,7 @@ words = "--target T --data D --out O --head scaled --circuit cp --unembedding-sc
 options = command.read_options(parser.parse_args(words.split()))
 assert options.unembedding_scale == 3
 
-from tests.support.docs_rows import row
+from tests.support.files import row
 assert row("unembedding_scale") == "| `unembedding_scale` |  | head scaled: factor of the unembeddings (default: 0.5) |"
 """
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from tests.support.greedy import GreedyReference
+from tests.support.evabyte_reference import GreedyReference
 
 VOCAB, SUBWORDS, LONGEST = 265, 900, 16
 FREQUENT = (97, 98, 99)  # most of the model's output, so that the table has its suffixes

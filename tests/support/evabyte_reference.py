@@ -8,14 +8,13 @@ Also makes tiny random checkpoints in the published layout.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-
-from tests.support.greedy import GreedyReference
 
 SIZES: dict[str, Any] = {
     "architectures": ["EvaByteForCausalLM"], "model_type": "evabyte", "vocab_size": 320, "hidden_size": 64,
@@ -57,6 +56,22 @@ def make_evabyte(folder: Path, seed: int = 0, **changes: Any) -> dict[str, Tenso
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
     return weights
+
+
+class GreedyReference(ABC):
+    @abstractmethod
+    def logits(self, tokens: list[int]) -> Tensor:
+        """Logits [L, V] after each token."""
+
+    def is_greedy(self, prompt: list[int], answer: list[int]) -> bool:
+        """Whether every token of `answer` is the most probable one."""
+        return self.logits(prompt + answer)[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        tokens = list(prompt)
+        for _ in range(count):
+            tokens.append(int(self.logits(tokens)[-1].argmax()))
+        return tokens[len(prompt) :]
 
 
 class Reference(GreedyReference):

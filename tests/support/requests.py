@@ -42,6 +42,17 @@ COLUMNS = [
     pytest.param("v2", "ptp", marks=[pytest.mark.slow, ON["ptp on V2"]]),
 ]
 
+# prompts that are read in pieces, found in the prefix cache, preempted
+VOCAB, LONGEST = 48, 96
+PROMPTS = [[3, 9, 4], [7, 7, 1, 12, 5, 2, 30, 41] * 3, [8], [20, 21, 22, 23, 24]]
+SMALL = {
+    "skip_tokenizer_init": True,
+    "max_model_len": LONGEST,
+    "max_num_seqs": 4,
+    "block_size": 32,
+    "max_num_batched_tokens": 16,
+}
+
 
 def same_logprobs(plain: list[Any], ours: list[Any]) -> None:
     assert len(plain) == len(ours) > 2

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from tests.support.docs_rows import row
+from tests.support.files import row
 from vllm_mtpc.engine.provenance import public
 from vllm_mtpc.train.card import head_card, provenance
 from vllm_mtpc.train.options import TrainOptions, parse
