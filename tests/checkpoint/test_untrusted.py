@@ -227,10 +227,6 @@ def token_heads(target: Path) -> str:
     return text
 
 
-def test_good_index_is_read(target: Path) -> None:
-    assert write_token_heads(str(target), target.parent / "out").window == 2
-
-
 @pytest.mark.parametrize(
     "values, words",
     [

@@ -58,16 +58,6 @@ def test_u_inside_an_interval_picks_its_token(inner: float) -> None:
         assert (log_q.exp() > 1e-3).sum() > 100 and torch.equal(pick(rows, u[holds]), tokens[holds])
 
 
-def test_intervals_cover_zero_to_one_in_vocabulary_order() -> None:
-    log_q = processed(LOGITS, 1.0, 5)
-    tokens = torch.arange(log_q.shape[-1]).expand(len(log_q), -1)
-    left, right = edges(log_q[:, None].expand(-1, log_q.shape[-1], -1), tokens)
-    assert torch.equal(left[:, 1:], right[:, :-1])
-    assert left[:, 0].eq(0).all() and right[:, -1].eq(1).all()
-    torch.testing.assert_close((right - left).float(), log_q.exp(), rtol=1e-4, atol=1e-6)
-    assert ((right - left) == 0)[torch.isinf(log_q)].all()
-
-
 def test_u_inside_is_uniform_for_sampled_tokens() -> None:
     """u of tokens drawn from the distribution, uniform inside their intervals, is uniform on [0, 1)."""
     generator = torch.Generator().manual_seed(1)

@@ -103,17 +103,6 @@ def alone(model: nn.Module) -> torch.Tensor:
     return states
 
 
-def test_positions_and_blocks_restart_at_every_document() -> None:
-    arguments = packed_arguments(DOCUMENTS, "xformers")
-    assert arguments["position_ids"].tolist() == [
-        [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2],
-        list(range(12)),
-        [0, 0, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4],
-        [*range(11), 0],
-    ]
-    assert arguments["packing"].lengths == [5, 4, 3, 12, 1, 1, 5, 5, 11, 1]  # they end with rows as well
-
-
 WINDOWED = {"sliding_window": 3, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}
 MODELS = {
     "llama": (LlamaConfig, {}),
