@@ -18,12 +18,11 @@ from vllm.config.utils import config
 from vllm.platforms import current_platform
 
 from vllm_mtpc.checkpoint import check_tensors, find_head, read_config, resolve_head
-from vllm_mtpc.checkpoint.inspect import measured_acceptance
 from vllm_mtpc.config.base import AnyHeadConfig
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import ServeConfigError, one_line
 from vllm_mtpc.heads import HEADS
-from vllm_mtpc.plan.draft_schedule import KEY, Schedule, default_schedule, relative_load
+from vllm_mtpc.plan.draft_schedule import KEY, LARGEST, Schedule, gpu_schedule, relative_load
 from vllm_mtpc.proposers.config.engine_checks import check_draft_layers, check_structured_outputs, how_to_v2
 from vllm_mtpc.proposers.config.switches import logger
 
@@ -52,7 +51,7 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
     Attributes:
         head: the validated `config.json` of the folder `model`.
         head_dtype: dtype of the head's weights. auto: the target's, and bfloat16 on CPUs that multiply it.
-        min_acceptance: least cumulative acceptance of a verified draft on Model Runner V1. None: as costs decide.
+        min_acceptance: least cumulative confidence of a verified draft on Model Runner V1; switches the plan off.
         mask_drafts: whether drafts of structured requests are masked with their grammar.
         verify: how drafted tokens are verified. None: requests with a seed by coupling, others by rejection.
         model_folder: `model`; Model Runner V1 needs `model` for another value while it starts.
@@ -141,8 +140,13 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
             self.own_schedule = None
 
     def default_schedule(self) -> Schedule:
-        measured = measured_acceptance(Path(self.model_folder)).values()
-        return default_schedule(measured, self.num_speculative_tokens, current_platform.is_cpu(), self.load)
+        """Return the most drafts that the online plan chooses, by batch size."""
+        most = self.num_speculative_tokens
+        return [(1, LARGEST, most)] if current_platform.is_cpu() else gpu_schedule(most)
+
+    @property
+    def is_planned(self) -> bool:
+        return self.has_default_schedule and self.min_acceptance is None
 
     @property
     def load(self) -> float:
@@ -167,7 +171,7 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
 
     def describe_drafts(self, is_v2: bool) -> str:
         drafts, ranges = self.num_speculative_tokens, self.num_speculative_tokens_per_batch_size
-        if not is_v2 and self.min_acceptance is None:
+        if self.is_planned:
             return f"0 to {drafts} drafts per step, as measured costs and acceptance decide"
         if ranges is None:
             return f"{drafts} drafts per step, at any batch size"
@@ -242,7 +246,7 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
             given, allowed = (f"rejection_sample_method {rule!r}", "standard") if has_rule else ("verify", "rejection")
             raise ServeConfigError(f"{given} on Model Runner V1: allowed: {allowed!r}; drop it, or {how_to_v2()}")
         scheduler.async_scheduling = False  # V1 drafts from token lists on the host
-        if self.has_default_schedule and self.min_acceptance is None:  # the worker plans by measured costs
+        if self.has_default_schedule:  # K of any batch size
             self.num_speculative_tokens_per_batch_size = None
 
 

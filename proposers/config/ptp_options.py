@@ -62,6 +62,11 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
         by_batch = [min(most, most_drafts(plan.bucket(size), self.head.variant, plan.leading)) for size in sizes]
         return merge_ranges(by_batch if current_platform.is_cpu() else limit_lengths(by_batch))
 
+    @property
+    def load(self) -> float:
+        """Multiplications of one draft, divided by those of the target for one row: each draft is a row of it."""
+        return 1.0
+
     def speculator(self) -> str:
         return "ptp.merged.MergedSpeculator" if self.draft_pass == "merged" else "ptp.ptp_speculator.PtpSpeculator"
 

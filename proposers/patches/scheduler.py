@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from vllm.config.scheduler import SchedulerConfig
+from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import update_kv_cache_capacity
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from vllm_mtpc.checkpoint.inspect import measured_acceptance
+from vllm_mtpc.plan.draft_schedule import expand_schedule, prior_costs, target_products
+from vllm_mtpc.plan.online_plan import CLASSES, OnlinePlan, card_rates, draft_arms, request_class
 from vllm_mtpc.proposers.config.request_options import excludes_drafts, max_drafts
 from vllm_mtpc.proposers.heads.counts import IDLE, PRUNED, append_counts, count_by_class
 from vllm_mtpc.proposers.heads.grammar_masks import HeadStructuredOutputManager
@@ -23,13 +30,41 @@ class HeadSchedulerConfig(SchedulerConfig):
         return derived(HeadScheduler, super().get_scheduler_cls())
 
 
+def make_plan(vllm_config: Any) -> OnlinePlan:
+    """Return the online plan of an engine; K has a CUDA graph if a batch size of the default schedule has it."""
+    spec, max_num_seqs = vllm_config.speculative_config, vllm_config.scheduler_config.max_num_seqs
+    most, ranges, is_cpu = (
+        spec.num_speculative_tokens,
+        spec.num_speculative_tokens_per_batch_size,
+        current_platform.is_cpu(),
+    )
+    by_batch = expand_schedule(ranges, max_num_seqs, most)
+    arms = draft_arms(most) if spec.has_distribution and (is_cpu or ranges is None) else sorted({0, *by_batch[1:]})
+    costs = prior_costs(arms, ranges, max_num_seqs, spec.load, is_cpu, is_exact=not spec.has_distribution)
+    return OnlinePlan(arms, costs, card_rates(measured_acceptance(Path(spec.model_folder)), most))
+
+
+def kv_cost(vllm_config: Any, kv_cache_config: Any) -> float:
+    """Return the bytes of a token's keys and values, divided by those of the weights; 0 on a CPU."""
+    model, head = vllm_config.model_config, vllm_config.speculative_config.head
+    if current_platform.is_cpu() or not kv_cache_config.kv_cache_groups:
+        return 0.0
+    tokens = kv_cache_config.num_blocks * kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+    weights = target_products(model.hf_text_config, head.hidden_size, head.vocab_size) * model.dtype.itemsize
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    return sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors) / tokens / (weights / ranks)
+
+
 class HeadScheduler(Scheduler):
     """Additions to any scheduler of vLLM.
 
     PTP: the KV blocks of auxiliary rows are kept from requests. Model Runner V2: a draft that a grammar forbids is
-    verified; a request has no more drafts than it asked for (on V1 the proposer limits them). Both: no drafts are
-    verified in a batch with a request for `logprob_token_ids`; the front end receives the counts of drafts.
+    verified; a request has no more drafts than it asked for (on V1 the proposer limits them). Both: the online plan
+    chooses K; no drafts are verified in a batch with a request for `logprob_token_ids`; the front end receives the
+    counts of drafts.
     """
+
+    plan: OnlinePlan | None = None
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         refuse_moved()
@@ -45,6 +80,10 @@ class HeadScheduler(Scheduler):
         self.without_drafts: set[str] = set()  # requests whose batch has no drafts
         # on V1 pruning depends on no sampled token (v1/proposer.py: set_one_hot); PTP's drafts have no distribution
         self.verifies_forbidden = spec.has_distribution and self.use_v2_model_runner
+        self.last_step = (0.0, 0, False)  # its end in seconds, drafted K, whether it read no prompt
+        if spec.is_planned:
+            self.plan, self.kv_cost = make_plan(vllm_config), kv_cost(vllm_config, kv_cache_config)
+            self.dynamic_sd_lookup = self.plan.lookup
 
     def add_request(self, request: Any) -> None:
         super().add_request(request)
@@ -89,12 +128,15 @@ class HeadScheduler(Scheduler):
         if self.use_v2_model_runner and not is_idle and model_runner_output.req_ids:  # V1 plans drafts in the worker
             without = self.num_spec_tokens - scheduler_output.num_spec_tokens_to_schedule
             pruned = {"schedule": without * len(model_runner_output.req_ids)}
+        if self.plan is not None and model_runner_output.req_ids:
+            self._learn(self.plan, scheduler_output, model_runner_output)
         counts: dict[str, int] = {}
         if pruned is not None and self.log_stats:  # before vLLM removes requests that end
             counts = count_by_class(self.requests, scheduler_output.scheduled_spec_decode_tokens, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if is_idle:
-            self.dynamic_sd_lookup, self.verifies_forbidden = [0] * (1 + self.max_num_running_reqs), False
+            self.plan, self.verifies_forbidden = None, False
+            self.dynamic_sd_lookup = [0] * (1 + self.max_num_running_reqs)
         if pruned is None or not self.log_stats:
             return outputs
         if self.drafts_asked:
@@ -109,3 +151,26 @@ class HeadScheduler(Scheduler):
                 stats.spec_decoding_stats = SpecDecodingStats.new(self.num_spec_tokens)
             append_counts(stats.spec_decoding_stats, {"steps": steps, **pruned, **counts})
         return outputs
+
+    def _learn(self, plan: OnlinePlan, scheduler_output: Any, output: Any) -> None:
+        """Count a step in the plan, and update the plan where it is due."""
+        now, batch = time.perf_counter(), len(scheduler_output.num_scheduled_tokens)
+        drafts, drafted = scheduler_output.scheduled_spec_decode_tokens, scheduler_output.num_spec_tokens_to_schedule
+        rows = batch + sum(map(len, drafts.values()))
+        is_decoding = not scheduler_output.scheduled_new_reqs and scheduler_output.total_num_scheduled_tokens == rows
+        ended, verified, was_decoding = self.last_step
+        self.last_step = now, drafted, is_decoding
+        outcomes = []
+        if drafts:
+            for name, tokens in zip(output.req_ids, output.sampled_token_ids, strict=False):
+                if (count := len(drafts.get(name, ()))) and len(tokens) and (request := self.requests.get(name)):
+                    outcomes.append((class_of(request), count, len(tokens) - 1))
+        if plan.finish_step(now - ended, batch, verified, drafted, is_decoding and was_decoding, outcomes):
+            kinds = np.bincount(list(map(class_of, self.running)), minlength=CLASSES)
+            context = sum(request.num_computed_tokens for request in self.running) if self.kv_cost else 0
+            plan.update(kinds.astype(float), batch, self.kv_cost * context)
+
+
+def class_of(request: Any) -> int:
+    sampling = request.sampling_params
+    return request_class(sampling is None or sampling.temperature > 0, request.num_computed_tokens)

@@ -6,21 +6,16 @@ probabilities, which vLLM's rejection sampler receives, are normalised after tem
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
-from vllm.distributed import get_tp_group
 from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 
-from vllm_mtpc.checkpoint.inspect import measured_acceptance
 from vllm_mtpc.heads.base import Head
 from vllm_mtpc.kernels.draft import naive
 from vllm_mtpc.kernels.pick.naive import of_mass
@@ -30,7 +25,6 @@ from vllm_mtpc.proposers.heads import ranks
 from vllm_mtpc.proposers.heads.counts import check_ranks
 from vllm_mtpc.proposers.heads.grammar_masks import Grammars
 from vllm_mtpc.proposers.heads.load import load_served_head, log_drafts
-from vllm_mtpc.proposers.v1.draft_planner import GREEDY, SAMPLED, Confidence, Drafted, DraftPlanner, card_rates
 
 GREEDY_BELOW = 1e-5  # vLLM's own threshold (v1/sample/sampler.py)
 
@@ -78,6 +72,19 @@ def drafts_before_min_tokens(processors: Any) -> dict[int, int]:
     }
 
 
+def confidence_of(probs: Tensor, is_greedy: Tensor) -> Tensor:
+    """Return the confidence [B] of a draft from probs [B, V]: max_v q(v) of an argmax, sqrt(sum_v q(v)^2) of a sample.
+
+    It depends on the conditional alone: pruning by the sampled token would bias the output of rejection sampling.
+    """
+    return torch.where(is_greedy, probs.amax(dim=-1), torch.linalg.vector_norm(probs, dim=-1))
+
+
+def likely_lengths(confidence: Tensor, least: float) -> Tensor:
+    """Return the leading drafts [B] whose product of confidences [B, K] is at least `least`."""
+    return (confidence.cumprod(dim=1) >= least).sum(dim=1)
+
+
 class MtpcProposer:
     """Proposer of a circuit head; buffers are allocated once."""
 
@@ -90,13 +97,9 @@ class MtpcProposer:
         self.num_drafts, self.target_dtype = spec.num_speculative_tokens, vllm_config.model_config.dtype
         self.is_probabilistic = spec.draft_sample_method == "probabilistic"
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
-        self.planner = DraftPlanner(
-            card_rates(measured_acceptance(Path(spec.model_folder)), self.num_drafts),
-            spec.load,
-            spec.min_acceptance,
-            lambda costs: get_tp_group().broadcast_object(costs),
-        )
-        self.confidence = Confidence(max_num_reqs, self.num_drafts)
+        self.min_acceptance = spec.min_acceptance or 0.0
+        self.confidence = torch.ones(max_num_reqs, self.num_drafts)  # of each draft, written while it is made
+        self.made: dict[str, int] = {}  # drafts by request that the scheduler received after the last step
         self.pruned = Counter[str]()
         self.is_debug = is_on(DEBUG, "0")
         self.grammars = Grammars(vllm_config, is_masking=spec.mask_drafts)
@@ -105,18 +108,17 @@ class MtpcProposer:
 
     def load_model(self, target_model: nn.Module) -> None:
         self.model, device = self._load_head(self.folder, target_model), next(target_model.parameters()).device
-        self.confidence.values = self.confidence.values.to(device)
+        self.confidence = self.confidence.to(device)
         if self.is_probabilistic:
             self.draft_probs = self.draft_probs.to(device)
         log_drafts(self.vllm_config, "NONE")
 
     def prepared(self, spec: Any, target_model: nn.Module) -> Callable[[], None]:
         """Load the head of another configuration; return what makes it the served one (heads/swap.py)."""
-        head, measured = self._load_head(spec.model_folder, target_model), measured_acceptance(Path(spec.model_folder))
+        head = self._load_head(spec.model_folder, target_model)
 
         def commit() -> None:
             self.model, self.folder = head, spec.model_folder
-            self.planner.replace_head(card_rates(measured, self.num_drafts), spec.load)
 
         return commit
 
@@ -143,43 +145,36 @@ class MtpcProposer:
             sample_hidden_states: [num rows with logits, D].
             spec_decode_metadata: None for a step that verified nothing.
         """
-        names, emitted = runner.input_batch.req_ids, [len(tokens) for tokens in sampled_token_ids]
-        verified = [0] * len(emitted) if spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
-        rows = len(emitted) + sum(verified)
-        is_plain = not scheduler_output.scheduled_new_reqs and scheduler_output.total_num_scheduled_tokens == rows
-        self.pruned["budget"] += self.planner.begin_step(names, verified, emitted, is_plain)
-        started = time.perf_counter()
+        names, scheduled = runner.input_batch.req_ids, scheduler_output.num_spec_tokens_to_schedule
         runner._draft_probs = runner._draft_prob_req_ids = None
-        if sampling_metadata.all_greedy or sampling_metadata.all_random:
-            kind = np.full(len(emitted), GREEDY if sampling_metadata.all_greedy else SAMPLED)
-        else:  # the batch has both
-            kind = np.where(sampling_metadata.temperature.numpy(force=True) < GREEDY_BELOW, GREEDY, SAMPLED)
         asked = [max_drafts(runner.requests[name].sampling_params, self.num_drafts) for name in names]
-        most = min(scheduler_output.num_spec_tokens_to_schedule, max(asked))  # by the user's schedule
-        num_sampled = int(kind.sum())
-        num_drafts, threshold = self.planner.plan(len(kind) - num_sampled, num_sampled, most)
+        num_drafts, made, self.made = min(scheduled, max(asked)), self.made, {}
         self.pruned["request"] += sum(self.num_drafts - one for one in asked)
         self.pruned["schedule"] += sum(max(0, one - num_drafts) for one in asked)
-        drafts: list[list[int]] = [[] for _ in emitted]
-        drafted = None
-        if num_drafts:
-            num_rows = torch.tensor(verified) + 1  # [B], with logits
-            last = num_rows.cumsum(0) - num_rows + torch.tensor(emitted).clamp(min=1) - 1  # [B], the last accepted ones
-            hidden = sample_hidden_states[last]
-            drafts, ends = self._generate_drafts(runner, sampled_token_ids, sampling_metadata, hidden, num_drafts)
-            confidence = self.confidence.read(len(kind), num_drafts)
-            allowed = [min(num_drafts, one) for one in asked]
-            likely = list(map(min, self.planner.lengths(confidence, kind, threshold), allowed))
-            self.pruned["confidence"] += sum(allowed) - sum(likely)
-            early = drafts_before_min_tokens(sampling_metadata.logitsprocs)
-            for row, length in enumerate(likely):
-                length = min(length, ends.get(row, num_drafts), early.get(row, num_drafts))
-                drafts[row] = drafts[row][:length] if emitted[row] else []
-            drafted = Drafted(kind, confidence, list(map(len, drafts)))
-        seconds = time.perf_counter() - started
-        if num_drafts and self.is_debug:
+        if not num_drafts and not made:
+            return [[] for _ in names]
+        emitted = [len(tokens) for tokens in sampled_token_ids]
+        verified = [0] * len(emitted) if spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
+        received = [made.get(name, 0) if count else 0 for name, count in zip(names, emitted, strict=True)]
+        self.pruned["budget"] += sum(received) - sum(verified)
+        if not num_drafts:
+            return [[] for _ in names]
+        num_rows = torch.tensor(verified) + 1  # [B], with logits
+        last = num_rows.cumsum(0) - num_rows + torch.tensor(emitted).clamp(min=1) - 1  # [B], the last accepted ones
+        hidden = sample_hidden_states[last]
+        drafts, ends = self._generate_drafts(runner, sampled_token_ids, sampling_metadata, hidden, num_drafts)
+        lengths = [min(num_drafts, one) for one in asked]
+        if self.min_acceptance:
+            likely = likely_lengths(self.confidence[: len(names), :num_drafts], self.min_acceptance).tolist()
+            allowed, lengths = sum(lengths), list(map(min, likely, lengths))
+            self.pruned["confidence"] += allowed - sum(lengths)
+        early = drafts_before_min_tokens(sampling_metadata.logitsprocs)
+        for row, length in enumerate(lengths):
+            length = min(length, ends.get(row, num_drafts), early.get(row, num_drafts))
+            drafts[row] = drafts[row][:length] if emitted[row] else []
+        self.made = {name: len(tokens) for name, tokens in zip(names, drafts, strict=True)}
+        if self.is_debug:
             check_ranks(drafts)
-        self.planner.end_step(names, drafted, seconds)
         return drafts
 
     def _generate_drafts(
@@ -203,7 +198,8 @@ class MtpcProposer:
         return drafts, masks.lengths
 
     def _pick_argmax(self, log_q: Tensor, k: int) -> Tensor:
-        self.confidence.record_argmax(k, log_q)
+        if self.min_acceptance:
+            torch.exp(log_q.amax(dim=-1), out=self.confidence[: len(log_q), k])
         return log_q.argmax(dim=-1)
 
     def _make_sampler(
@@ -230,7 +226,8 @@ class MtpcProposer:
         def pick(log_q: Tensor, k: int) -> Tensor:
             logits = log_q / scale if is_scaled else log_q
             probs = torch.softmax(logits, dim=-1, out=self.draft_probs[: len(u), k])  # [B, V]
-            self.confidence.record_sample(k, probs, is_greedy)
+            if self.min_acceptance:
+                self.confidence[: len(u), k] = confidence_of(probs, is_greedy)
             drafts = of_mass(probs, u[:, k])
             if coupled:
                 drafts[coupled] = sample_tokens(logits[coupled], numbers[:, k])

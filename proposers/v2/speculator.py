@@ -82,6 +82,7 @@ class DraftGraphs(CudaGraphManager):
         mode: of the target; drafts are captured where the target's decode steps are.
         drafts_by_batch: drafts (PTP: auxiliary rows per request) of a batch of n requests at index n; 0: none.
         fits: (requests, drafts per request) -> whether the speculator's buffers hold them.
+        has_fewer: whether a batch is drafted with fewer drafts of other batches too (`OnlinePlan`).
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class DraftGraphs(CudaGraphManager):
         mode: CUDAGraphMode,
         drafts_by_batch: Sequence[int],
         fits: Callable[[int, int], bool] = lambda num_reqs, num_drafts: True,
+        has_fewer: bool = False,
     ) -> None:
         is_full = mode.decode_mode() == CUDAGraphMode.FULL
         mode = CUDAGraphMode.FULL_DECODE_ONLY if is_full else CUDAGraphMode.NONE
@@ -98,6 +100,8 @@ class DraftGraphs(CudaGraphManager):
         descs, below = [], 0
         for desc in reversed(self._capture_descs.pop(CUDAGraphMode.FULL, [])):
             scheduled = set(drafts_by_batch[below + 1 : desc.num_reqs + 1]) - {0}
+            if has_fewer and scheduled:
+                scheduled = {count for count in set(drafts_by_batch) if 0 < count <= max(scheduled)}
             drafts = [count for count in scheduled if fits(desc.num_reqs, count)]
             descs += [SpeculatorBatchDescriptor(**vars(desc), num_speculative_tokens=count) for count in drafts]
             below = desc.num_reqs
@@ -342,7 +346,13 @@ class MtpcSpeculator(HeadSpeculator):
         return activate
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        self.graphs = DraftGraphs(self.vllm_config, self.device, cudagraph_mode, self.drafts_by_batch)
+        self.graphs = DraftGraphs(
+            self.vllm_config,
+            self.device,
+            cudagraph_mode,
+            self.drafts_by_batch,
+            has_fewer=self.speculative_config.is_planned,
+        )
 
     def _prepare_capture(self, num_reqs: int, num_drafts: int) -> Callable[[], None]:
         self.idx_mapping.fill_(-1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -20,7 +19,6 @@ from vllm_mtpc.checkpoint.inspect import measured_acceptance
 from vllm_mtpc.plan import draft_schedule as schedule
 from vllm_mtpc.plan.row_groups import most_drafts
 from vllm_mtpc.proposers.config import ptp_options as config_ptp
-from vllm_mtpc.proposers.v1.draft_planner import DraftPlanner
 from vllm_mtpc.proposers.v1.proposer import MtpcProposer
 
 KEY = schedule.KEY
@@ -54,53 +52,31 @@ def test_valid_schedule_is_served(place: Path, given: dict[str, Any], taken: Any
     assert served(place, **given) == taken
 
 
-def test_the_default_is_on(place: Path) -> None:
-    ranges = served(place)
-    assert ranges[0][0] == 1 and ranges[0][2] > 0  # a single request is drafted for
-    assert ranges[-1][2] == 0  # the largest batches are not
-    assert [drafts for _, _, drafts in ranges] == sorted((drafts for _, _, drafts in ranges), reverse=True)
-    assert served(place, num_speculative_tokens=2)[0][2] <= 2
+def test_the_default_allows_all_drafts_on_a_cpu(place: Path) -> None:
+    assert served(place) == [(1, schedule.LARGEST, 4)]
+    assert served(place, num_speculative_tokens=2) == [(1, schedule.LARGEST, 2)]
 
 
 def lengths(ranges: schedule.Schedule) -> set[int]:
     return {drafts for _, _, drafts in ranges}
 
 
-def expand(ranges: schedule.Schedule, largest: int) -> list[int]:
-    return [next(drafts for low, high, drafts in ranges if low <= batch <= high) for batch in range(1, largest + 1)]
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_prior_costs_grow_with_drafts_and_requests(is_cpu: bool) -> None:
+    costs = schedule.prior_costs((0, 1, 3, 7), None, 64, 0.5, is_cpu)[1:]
+    assert (np.diff(costs, axis=1) > 0).all() and (np.diff(costs, axis=0) >= 0).all()
+    assert (schedule.prior_costs((0, 7), None, 64, 1.2, is_cpu)[1:] >= costs[:, [0, 3]]).all()  # of a larger head
 
 
-def test_the_default_follows_the_head() -> None:
-    """A head that is accepted more drafts more, at every batch size; an accepted one at large batches too."""
-    poor, good, sure = ([chance**k for k in range(1, 8)] for chance in (0.3, 0.6, 0.95))
-    for is_cpu in (True, False):
-        lengths = [expand(schedule.default_schedule([rates], 7, is_cpu), 64) for rates in (poor, good, sure)]
-        for worse, better in itertools.pairwise(lengths):
-            assert all(a <= b for a, b in zip(worse, better, strict=True))
-        assert all(max(one) <= 7 for one in lengths)
-    assert schedule.default_schedule([[0.0] * 7], 7, True) == [(1, schedule.LARGEST, 0)]
-
-
-def test_no_batch_is_expected_to_lose() -> None:
-    """The default's own arithmetic: at every batch size its K gains at both temperatures, or is 0."""
-    for head in ("ff", "cp", "hmm", "btree"):
-        measured = measured_acceptance(demo.path(head)).values()
-        assert len(measured) == 2
-        for batch, drafts in enumerate(expand(schedule.default_schedule(measured, 7, True), 64), start=1):
-            assert drafts == 0 or all(schedule.cpu_gain(one, batch, drafts) >= schedule.MARGIN for one in measured)
-
-
-def test_a_head_that_multiplies_much_drafts_less() -> None:
-    """A shared head of four components puts four products with lm_head into a draft: dear next to a small target."""
-    rates = [0.6**k for k in range(1, 8)]
-    light, heavy = (expand(schedule.default_schedule([rates], 7, True, load), 64) for load in (0.07, 1.2))
-    assert light == expand(schedule.default_schedule([rates], 7, True), 64)
-    assert all(less <= more for less, more in zip(heavy, light, strict=True)) and sum(heavy) < sum(light) / 2
+def test_prior_costs_of_drafts_that_are_not_allowed_are_infinite() -> None:
+    ranges = [(1, 2, 7), (3, 4, 2), (5, 5, 0)]
+    allowed = np.isfinite(schedule.prior_costs((0, 2, 7), ranges, 5, 0.5, False)).tolist()
+    assert allowed[1:] == [[True, True, True]] * 2 + [[True, True, False]] * 2 + [[True, False, False]]
+    exact = np.isfinite(schedule.prior_costs((0, 2, 7), ranges, 5, 0.5, False, is_exact=True)).tolist()
+    assert exact[1:] == [[True, False, True]] * 2 + [[True, True, False]] * 2 + [[True, False, False]]
 
 
 def test_tables_and_ranges() -> None:
-    assert schedule.cumulative_acceptance([0.8, 0.6], 4) == [0.8, 0.6, 0.3, 0.15]
-    assert schedule.cumulative_acceptance([], 2) == [0.5, 0.25]
     assert schedule.merge_ranges([4, 4, 1, 0, 0]) == [(1, 2, 4), (3, 3, 1), (4, 5, 0)]
     assert schedule.limit_lengths([7, 7, 5, 4, 4, 4, 0]) == [7, 7, 4, 4, 4, 4, 0]
     assert schedule.limit_lengths([7, 2, 0]) == [7, 2, 0]
@@ -152,15 +128,14 @@ def test_the_default_of_ptp_loses_nothing(variant: str, draft_pass: str, monkeyp
 
 def test_a_step_without_drafts_does_not_run_the_head() -> None:
     proposer = object.__new__(MtpcProposer)  # without a model: running it would raise
-    proposer.num_drafts, proposer.pruned, proposer.is_debug = 7, Counter(), True
-    proposer.planner = DraftPlanner(np.full((2, 7), 0.5), 0.1)
+    proposer.num_drafts, proposer.pruned, proposer.made = 7, Counter(), {"a": 3}
     requests = {name: SimpleNamespace(sampling_params=None) for name in "ab"}
     runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b"]), requests=requests)
     sampling = SimpleNamespace(generators={}, all_greedy=True)
     step = SimpleNamespace(scheduled_new_reqs=[], total_num_scheduled_tokens=2, num_spec_tokens_to_schedule=0)
     assert proposer.propose(runner, [[1], [2, 3]], sampling, None, None, step) == [[], []]
     assert runner._draft_probs is None and runner._draft_prob_req_ids is None
-    assert proposer.pruned == {"schedule": 14, "budget": 0, "request": 0}
+    assert proposer.pruned == {"schedule": 14, "budget": 3, "request": 0}
 
 
 # requests of different length end one after the other: the batch shrinks through every range
@@ -168,7 +143,7 @@ SHRINKING = [[1, 1, 7], [2, 2, 3], [3, 3, 1], [4, 8, 0]]
 OPTIONS: dict[str, dict[str, Any]] = {
     "off": {KEY: "off", "min_acceptance": 0},
     "shrinking": {KEY: SHRINKING, "min_acceptance": 0},
-    "default": {},  # planned by the costs on this machine: its number of drafts is not tested
+    "plan": {KEY: None},  # by the costs on this machine: its number of drafts is not tested
     "never": {KEY: [[1, 8, 0]]},
     "pruned": {KEY: "off", "min_acceptance": 0.6},
 }
@@ -209,8 +184,8 @@ def test_dense_data_parallel_engines_have_a_schedule(place: Any, is_moe: bool, m
 
 
 @pytest.mark.parametrize("num_drafts", [1, 3, 7, 15, 31])
-def test_default_schedule_has_few_lengths(num_drafts: int) -> None:
+def test_gpu_schedule_has_few_lengths(num_drafts: int) -> None:
     """vLLM captures about 50 graphs of the target for each length."""
-    ranges = schedule.default_schedule([], num_drafts, is_cpu=False)
+    ranges = schedule.gpu_schedule(num_drafts)
     assert len(lengths(ranges)) <= schedule.GPU_LENGTHS
     assert all(high * (1 + drafts) <= schedule.GPU_FEW_ROWS for _, high, drafts in ranges if drafts)

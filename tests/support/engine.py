@@ -18,6 +18,7 @@ from tests.support import forks
 from tests.support.faults import inject
 from tests.support.recorders import RECORDED, TEXTS
 from vllm_mtpc import demo
+from vllm_mtpc.plan.draft_schedule import KEY
 
 SMALL = {
     "dtype": "float32",
@@ -75,13 +76,14 @@ def build(
 ) -> Engine:
     """The engine of `place`/target, a tiny one where it has no tokenizer.
 
-    head: the folder `place`/`head`; None: without drafts. spec: `speculative_config` where it is not that of MtPC.
+    head: the folder `place`/`head`; None: without drafts. spec: `speculative_config` where it is not that of MtPC. All
+    drafts are made in each step unless it has a schedule; None as schedule: by the online plan.
     """
     target = place / "target"
     if not (target / "tokenizer.json").exists():
         arguments = {"skip_tokenizer_init": True, "max_model_len": 64, **arguments}
     if head is not None:
-        arguments["speculative_config"] = {"method": "mtpc", "model": str(place / head), **(spec or {})}
+        arguments["speculative_config"] = {"method": "mtpc", "model": str(place / head), KEY: "off", **(spec or {})}
     return Engine(str(target), calls, arguments, injected)
 
 

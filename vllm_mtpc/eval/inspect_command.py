@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from vllm_mtpc.checkpoint.inspect import Report, inspect_head, measured_acceptance, rows_of
+from vllm_mtpc.checkpoint.inspect import Report, inspect_head, rows_of
 from vllm_mtpc.errors import printable
 from vllm_mtpc.flags import check_positive
 
@@ -41,13 +41,12 @@ def served_memory(folder: Path, max_num_seqs: int, num_ranks: int) -> Report:
     import torch
 
     from vllm_mtpc.checkpoint.load import read_circuit_config
-    from vllm_mtpc.plan.draft_schedule import default_schedule, expand_schedule
+    from vllm_mtpc.plan.draft_schedule import expand_schedule, gpu_schedule
     from vllm_mtpc.proposers.config.draft_memory import draft_memory
 
     config = read_circuit_config(folder)
     drafts, is_drawn = config.num_speculative_tokens, config.draft_sample_method == "probabilistic"
-    ranges = default_schedule(measured_acceptance(folder).values(), drafts, is_cpu=False)
-    schedule = expand_schedule(ranges, max_num_seqs, drafts)
+    schedule = expand_schedule(gpu_schedule(drafts), max_num_seqs, drafts)
     found = draft_memory(config, schedule, drafts, torch.bfloat16, num_ranks, is_drawn=is_drawn)
     sizes = {f"{name}_mib": round(size / 2**20, 1) for name, size in found._asdict().items()}
     return {"max_num_seqs": max_num_seqs, "tensor_parallel_size": num_ranks, **sizes}

@@ -1,50 +1,63 @@
-"""Drafts by batch size, where the user gives no `num_speculative_tokens_per_batch_size`.
-
-A draft saves a step where the device waits for weights, and costs one where it computes: the best number K of drafts
-falls as batches grow. vLLM's scheduler looks K up by the number of requests of a step. With K = 0 the head is not run.
-"""
+"""Drafts by batch size: schedules, as vLLM's scheduler looks them up, and costs from which the online plan starts."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from vllm_mtpc.config.mtpc_config import HeadConfig
+    from vllm_mtpc.plan.online_plan import Floats
 
 KEY = "num_speculative_tokens_per_batch_size"
 Schedule = list[tuple[int, int, int]]  # (smallest batch, largest batch, drafts), both ends included
 
-ASSUMED = 0.5  # acceptance of a further draft, for a head that was not measured
-LARGEST = 1024  # the largest batch size of a default schedule; vLLM keeps the last K for larger ones
-MARGIN = 1.1  # least expected speed-up of drafting: costs are known to 6 %, and batches that shrink cost 5 %
+LARGEST = 1024  # the largest batch size of a schedule; vLLM keeps the last K for larger ones
 
 # Milliseconds on a CPU core (packaged demo target, V1; fitted to `bench serve --demo`). Only ratios count.
 CPU_STEP = (3.45, 0.28, 0.145)  # a step, + each request, + each row
 CPU_DRAFT = (0.7, 0.04, 0.145, 0.029)  # drafting and verification, + each request, + each draft, + each of both
-GPU_ROWS, GPU_FEW, GPU_FEW_ROWS = 128, 2, 192  # rows of a step up to which K, or GPU_FEW, drafts are made
+GPU_ROWS, GPU_FEW, GPU_FEW_ROWS = 128, 2, 192  # rows of a step up to which K, or GPU_FEW, drafts are planned
+BALANCE = 240  # rows that compute as long as the target's weights take to read (H100)
+GPU_DRAFT = (0.05, 0.01)  # launches of a draft, + each draft, in the same unit of time
 GPU_LENGTHS = 3  # distinct K: vLLM captures a graph of the target for each K and batch size
 
 
-def default_schedule(
-    measured: Collection[Sequence[float]], num_drafts: int, is_cpu: bool, load: float = 0.0
-) -> Schedule:
-    """Return the schedule for a user who gives none.
+def gpu_schedule(num_drafts: int) -> Schedule:
+    """Return the most drafts by batch size on a GPU: as many as keep a step's rows below GPU_ROWS or GPU_FEW_ROWS."""
+    few = min(num_drafts, GPU_FEW)
+    return merge_ranges(
+        [
+            num_drafts if batch * (1 + num_drafts) <= GPU_ROWS else few if batch * (1 + few) <= GPU_FEW_ROWS else 0
+            for batch in range(1, LARGEST + 1)
+        ]
+    )
 
-    On a CPU: the K with the most tokens per second, on average over the temperatures, and 0 where the speed-up at one
-    is below MARGIN. On a GPU (not measured): as many as keep the rows of a step below GPU_ROWS or GPU_FEW_ROWS.
+
+def prior_costs(
+    arms: Sequence[int], ranges: Schedule | None, max_num_seqs: int, load: float, is_cpu: bool, is_exact: bool = False
+) -> Floats:
+    """Return the expected cost of a step that verifies and drafts K, [max_num_seqs + 1, A]; only ratios count.
 
     Args:
-        measured: at each measured temperature, P(the first k drafts are all accepted), k = 1, 2, ...
-        num_drafts: the largest K.
+        arms: the K.
+        ranges: the most drafts by batch size; others cost infinity.
+        is_exact: whether fewer drafts than the most, but not 0, cost infinity too.
         load: see `relative_load`.
+        is_cpu: False: a roofline, in times that the target's weights take to read.
     """
-    batches = range(1, LARGEST + 1)
-    if not is_cpu:
-        return merge_ranges([_gpu_drafts(num_drafts, batch) for batch in batches])
-    accepted = [cumulative_acceptance(one, num_drafts) for one in measured or [()]]
-    return merge_ranges([_cpu_drafts(accepted, batch, load) for batch in batches])
+    most = expand_schedule(ranges, max_num_seqs, max(arms))
+    cost = cpu_cost if is_cpu else gpu_cost
+    return np.array(
+        [
+            [cost(b, k, load) if k in (0, most[b]) or (k < most[b] and not is_exact) else math.inf for k in arms]
+            for b in range(max_num_seqs + 1)
+        ]
+    )
 
 
 def expand_schedule(ranges: Schedule | None, max_num_seqs: int, num_drafts: int) -> list[int]:
@@ -64,15 +77,19 @@ def expand_schedule(ranges: Schedule | None, max_num_seqs: int, num_drafts: int)
     return table[: max_num_seqs + 1]
 
 
+def target_products(target: Any, width: int, vocab_size: int) -> int:
+    """Return the multiplications of a target for one row, from its text config."""
+    layer = 4 * width**2 + 3 * width * getattr(target, "intermediate_size", 4 * width)
+    return getattr(target, "num_hidden_layers", 1) * layer + vocab_size * width
+
+
 def relative_load(head: HeadConfig, target: Any) -> float:
     """Return the multiplications of a circuit head for one draft, divided by those of the target for one row."""
-    width, depth = head.hidden_size, getattr(target, "num_hidden_layers", 1)
-    layer = 4 * width**2 + 3 * width * getattr(target, "intermediate_size", 4 * width)
-    products = leaf_products(head)
+    width, products = head.hidden_size, leaf_products(head)
     if head.head == "backbone":
         attention = 2 * (head.backbone_heads + head.backbone_kv_heads) * head.backbone_head_dim
         products += head.backbone_layers * width * (attention + 3 * head.backbone_width)
-    return products / (depth * layer + head.vocab_size * width)
+    return products / target_products(target, width, head.vocab_size)
 
 
 def leaf_products(head: HeadConfig) -> int:
@@ -99,14 +116,6 @@ def limit_lengths(per_batch: Sequence[int]) -> list[int]:
     return max((lowered(middle) for middle in found[1:-1]), key=sum)
 
 
-def cumulative_acceptance(measured: Sequence[float], num_drafts: int) -> list[float]:
-    """Return P(the first k drafts are accepted), k = 1 .. num_drafts, continued by ASSUMED after the measured ones."""
-    known = list(measured[:num_drafts])
-    while len(known) < num_drafts:
-        known.append((known[-1] if known else 1.0) * ASSUMED)
-    return known
-
-
 def cpu_cost(batch: int, drafts: int, load: float = 0.0) -> float:
     """Return the milliseconds of a step with so many drafts per request, on the machine of the constants."""
     step, per_request, per_row = CPU_STEP
@@ -117,18 +126,8 @@ def cpu_cost(batch: int, drafts: int, load: float = 0.0) -> float:
     return cost
 
 
-def cpu_gain(accepted: Sequence[float], batch: int, drafts: int, load: float = 0.0) -> float:
-    """Return the expected tokens per second with so many drafts, divided by those without drafts."""
-    return (1 + sum(accepted[:drafts])) * cpu_cost(batch, 0) / cpu_cost(batch, drafts, load)
-
-
-def _cpu_drafts(accepted: Sequence[Sequence[float]], batch: int, load: float) -> int:
-    gains = {k: [cpu_gain(one, batch, k, load) for one in accepted] for k in range(1, len(accepted[0]) + 1)}
-    useful = {drafts: sum(each) for drafts, each in gains.items() if min(each) >= MARGIN}
-    return max(useful, key=useful.__getitem__, default=0)
-
-
-def _gpu_drafts(num_drafts: int, batch: int) -> int:
-    if batch * (1 + num_drafts) <= GPU_ROWS:
-        return num_drafts
-    return min(num_drafts, GPU_FEW) if batch * (1 + GPU_FEW) <= GPU_FEW_ROWS else 0
+def gpu_cost(batch: int, drafts: int, load: float = 0.0) -> float:
+    """Return the cost of a step in times that the weights take to read; BALANCE rows compute as long."""
+    launches, per_draft = GPU_DRAFT
+    draft = launches + per_draft * drafts + load * max(1.0, batch * drafts / BALANCE) if drafts else 0.0
+    return max(1.0, batch * (1 + drafts) / BALANCE) + draft

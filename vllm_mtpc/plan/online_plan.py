@@ -1,0 +1,221 @@
+"""Plan the number K of drafts per request by observed seconds and observed acceptance.
+
+For each bucket of batch sizes and each K of a few (the arms), the plan keeps
+
+    speed(b, K) = b (1 + sum_k P(the first k drafts are accepted)) / seconds(b, K).
+
+Seconds are a prior (a roofline of the device) times a ratio, observed per bucket and arm; an arm that was not observed
+takes the ratio of its bucket, an unobserved bucket that of all. Acceptance is counted per class of requests (greedy or
+sampled, context length) and starts at the card of the head. The arm with the highest speed serves.
+
+Other arms are tried for a few steps where their upper confidence bound is above the best speed. Each trial is paid from
+the budget of its bucket: EXPLORE of the time of all steps is earned, and what a trial lost is subtracted after it. A
+trial does not start before its expected loss is earned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+CONTEXTS = (4096, 16384, 65536)  # context lengths at which acceptance is counted from zero again
+CLASSES = 2 * (1 + len(CONTEXTS))
+ASSUMED = 0.5  # acceptance of a draft that the card does not have
+PRIOR_COUNT = 4.0  # weight of the card, and of a class of temperatures for its contexts, in observations
+ACCEPTANCE_COUNT = 300.0  # of one draft position at most: older observations decay
+RETRIED_COUNT = 100.0  # the same when drafts are tried after a time without drafts
+
+SECONDS_COUNT = 48.0  # observed steps of one arm at most: older ones decay
+SHARED_COUNT = 0.5  # weight of the ratio of the bucket, and of all buckets, in steps
+STALE = 0.985  # decay of the observations of arms that do not serve, per update
+SLOWEST = 2.0  # a step of more than so many times its estimate counts as that (a pause of the process, a page fault)
+SHORTEST_S, LONGEST_S = 1e-5, 10.0  # of a step; other values are errors of the clock
+
+EXPLORE = 0.008  # share of the time that trials may lose
+HEAD_START = 8.0  # steps that the first trials of a bucket may lose
+TRIAL_STEPS = 8  # the first two are not observed: their rows and drafts are of different arms
+UPDATE_STEPS = 16  # between two updates of the plan
+WIDTH = 0.4  # relative standard deviation of the speed of an unobserved arm; divided by sqrt(1 + steps)
+LEAST_LOSS = 0.1  # expected of a trial, as a share of its time
+MARGIN = 1.015  # least speed of an arm over the serving one that it replaces, and over no drafts
+
+
+def request_class(is_sampled: bool, context: int) -> int:
+    """Return the class of acceptance of a request with so many tokens of context."""
+    return len(CONTEXTS) * is_sampled + is_sampled + sum(context > most for most in CONTEXTS)
+
+
+def card_rates(measured: Mapping[str, Sequence[float]], num_drafts: int) -> Floats:
+    """Return the acceptance of draft k after accepted drafts, [2, K], from P(the first k accepted) by temperature.
+
+    An absent one of the temperatures "t0" and "t1" takes the values of the other.
+    """
+    rates = np.full((2, num_drafts), ASSUMED)
+    for row, key in zip(rates, ("t0", "t1"), strict=True):
+        values = measured.get(key) or next(iter(measured.values()), [])
+        for k, (before, value) in enumerate(pairwise([1.0, *values[:num_drafts]])):
+            row[k] = value / before if before > 0 else ASSUMED
+    return rates.clip(0.02, 0.98)
+
+
+def draft_arms(num_drafts: int) -> tuple[int, ...]:
+    """Return the K to choose from: 0, 1, 3, 7, ... and `num_drafts`; each has graphs of its own on a GPU."""
+    return (*(2**i - 1 for i in range(num_drafts.bit_length()) if 2**i - 1 < num_drafts), num_drafts)
+
+
+class Acceptance:
+    """Observed acceptance by class of requests and position of the draft, [CLASSES, K]."""
+
+    def __init__(self, card: Floats) -> None:
+        self.card = card  # [2, K]
+        self.counts = np.zeros((2, CLASSES, card.shape[1]))  # accepted, verified after accepted ones
+        self.steps: dict[tuple[int, int, int], int] = {}  # since the last update, by (class, verified, accepted)
+
+    def observe(self, outcomes: Iterable[tuple[int, int, int]]) -> None:
+        """Count (class, verified drafts, accepted drafts) of each request of a step."""
+        for outcome in outcomes:
+            self.steps[outcome] = self.steps.get(outcome, 0) + 1
+
+    def update(self) -> None:
+        for (kind, verified, accepted), count in self.steps.items():
+            self.counts[0, kind, :accepted] += count
+            self.counts[1, kind, : min(verified, accepted + 1)] += count
+        self.steps.clear()
+        self.limit(ACCEPTANCE_COUNT)
+
+    def limit(self, most: float) -> None:
+        self.counts /= np.maximum(self.counts[1] / most, 1.0)
+
+    def tokens(self, requests: Floats, arms: Sequence[int]) -> Floats:
+        """Return the expected tokens of a request and step with each arm, [A]; requests: [CLASSES], their numbers."""
+        accepted, verified = self.counts.reshape(2, 2, -1, self.card.shape[1])  # [2, contexts, K]
+        scale = (accepted.sum() + PRIOR_COUNT) / ((verified.sum(1) * self.card).sum() + PRIOR_COUNT)
+        parent = shrink(accepted.sum(1), verified.sum(1), scale * self.card)
+        cumulative = shrink(accepted, verified, parent[:, None]).reshape(CLASSES, -1).cumprod(axis=1)
+        mean = requests @ cumulative / max(requests.sum(), 1)
+        return np.array([1 + mean[:drafts].sum() for drafts in arms])
+
+
+def shrink(accepted: Floats, verified: Floats, prior: Floats) -> Floats:
+    """Return rates [..., K]: observed ones, and those of `prior` scaled to the observed mean where few are observed."""
+    scale = (accepted.sum(-1, keepdims=True) + PRIOR_COUNT) / ((verified * prior).sum(-1, keepdims=True) + PRIOR_COUNT)
+    return (accepted + PRIOR_COUNT * np.minimum(scale * prior, 0.98)) / (verified + PRIOR_COUNT)
+
+
+class OnlinePlan:
+    """The plan of one scheduler.
+
+    Args:
+        arms: numbers of drafts to choose from, increasing from 0.
+        prior: [max_num_seqs + 1, A], seconds of a step of so many requests that verifies and drafts K. Only proportions
+            matter.
+        card: [2, K], see `card_rates`.
+    """
+
+    def __init__(self, arms: Sequence[int], prior: Floats, card: Floats) -> None:
+        self.arms, self.prior, self.acceptance = tuple(arms), prior, Acceptance(card)
+        self.buckets = np.array([max(size - 1, 0).bit_length() for size in range(len(prior))])  # 1, 2, 3-4, 5-8, ...
+        shape = int(self.buckets[-1]) + 1, len(self.arms)
+        self.ratios = np.ones(shape)  # observed seconds / prior, [buckets, A]
+        self.counts, self.recent = np.zeros((2, *shape))  # observed steps, and those not long ago
+        self.best = np.zeros(len(prior), dtype=np.int64)  # arm by batch size
+        self.lookup = [0] * len(prior)  # K by batch size, read by vLLM's scheduler
+        self.earned = np.zeros(shape[0])  # seconds that trials may lose, by bucket
+        self.trial: tuple[int, int] | None = None  # (bucket, arm)
+        self._left, self._trial_seconds = 0, 0.0
+        self._same, self._steps = 0, 0  # consecutive steps of one arm, steps since the last update
+        self.shared = 0.0  # seconds of a step beyond the prior, the same for all arms
+        self.update(np.ones(CLASSES), 1)
+
+    def finish_step(
+        self,
+        seconds: float,
+        batch: int,
+        verified: int,
+        drafted: int,
+        is_decoding: bool,
+        outcomes: Iterable[tuple[int, int, int]] = (),
+    ) -> bool:
+        """Learn from a step of the engine; return whether `update` is due.
+
+        Args:
+            seconds: since the end of the step before.
+            verified, drafted: K of this step.
+            is_decoding: whether the step, and the one before, read no prompt.
+            outcomes: (class, verified drafts, accepted drafts) of each request with drafts.
+        """
+        self.acceptance.observe(outcomes)
+        self._steps += 1
+        self._same = self._same + 1 if is_decoding and verified == drafted else 0
+        if is_decoding and SHORTEST_S <= seconds <= LONGEST_S:
+            bucket = int(self.buckets[batch])
+            self.earned[bucket] += (EXPLORE if self.earned[bucket] else HEAD_START) * seconds
+            if self._same >= 2 and drafted in self.arms:
+                self._observe(bucket, self.arms.index(drafted), seconds, batch)
+        if self.trial is None:
+            return self._steps >= UPDATE_STEPS
+        self._left -= 1
+        self._trial_seconds += seconds
+        return self._left <= 0
+
+    def update(self, requests: Floats, batch: int, shared: float = 0.0) -> None:
+        """Choose K for all batch sizes; end a trial and begin one for this batch size.
+
+        Args:
+            requests: [CLASSES], numbers of running requests.
+            shared: seconds of a step that are the same for all arms and not in the prior (the KV cache is read).
+        """
+        self.acceptance.update()
+        self.shared = shared
+        seconds, speeds = self.estimate(requests)
+        sizes, best = np.arange(len(self.prior)), speeds.argmax(axis=1)
+        best[speeds[sizes, best] < MARGIN * speeds[:, 0]] = 0
+        self.best = np.where(speeds[sizes, self.best] * MARGIN < speeds[sizes, best], best, self.best)
+        self.best[best == 0] = 0
+        if self.trial:
+            bucket, arm = self.trial
+            size = min(2**bucket, len(self.prior) - 1)
+            if self.best[size] != arm:
+                self.earned[bucket] -= self._trial_seconds * max(LEAST_LOSS, 1 - speeds[size, arm] / speeds[size].max())
+        self.recent *= STALE
+        self._steps, self.trial = 0, self._next_trial(seconds[batch], speeds[batch], batch)
+        self.lookup[:] = np.array(self.arms)[self.best].tolist()
+        if self.trial:
+            bucket, arm = self.trial
+            self._left, self._trial_seconds = TRIAL_STEPS, 0.0
+            for size in np.flatnonzero(self.buckets == bucket):
+                self.lookup[size] = self.arms[arm]
+            if self.best[batch] == 0:
+                self.acceptance.limit(RETRIED_COUNT)
+
+    def estimate(self, requests: Floats) -> tuple[Floats, Floats]:
+        """Return seconds of a step and tokens per second, [max_num_seqs + 1, A] each."""
+        counts = np.minimum(self.counts, TRIAL_STEPS)
+        total = (counts * self.ratios).sum() / counts.sum() if counts.any() else 1.0
+        shared = ((counts * self.ratios).sum(1) + SHARED_COUNT * total) / (counts.sum(1) + SHARED_COUNT)  # [buckets]
+        ratios = (self.counts * self.ratios + SHARED_COUNT * shared[:, None]) / (self.counts + SHARED_COUNT)
+        seconds = (self.prior + self.shared) * ratios[self.buckets]
+        tokens = self.acceptance.tokens(requests, self.arms)
+        return seconds, np.arange(len(seconds))[:, None] * tokens / seconds
+
+    def _observe(self, bucket: int, arm: int, seconds: float, batch: int) -> None:
+        at, ratio = (bucket, arm), seconds / (self.prior[batch, arm] + self.shared)
+        if self.counts[at] >= TRIAL_STEPS // 2:
+            ratio = min(ratio, SLOWEST * self.ratios[at])
+        self.counts[at] += 1
+        self.recent[at] = min(self.recent[at] + 1, SECONDS_COUNT)
+        self.ratios[at] += (ratio - self.ratios[at]) / min(self.counts[at], 1 + self.recent[at])
+
+    def _next_trial(self, seconds: Floats, speeds: Floats, batch: int) -> tuple[int, int] | None:
+        bucket, best = int(self.buckets[batch]), int(self.best[batch])
+        bounds = speeds * (1 + WIDTH / np.sqrt(1 + self.recent[bucket]))
+        bounds[(self.counts[bucket] == 0) & (speeds > 0)] = np.inf  # a prior can be wrong by any factor
+        bounds[best] = 0
+        arm = int(bounds.argmax())
+        loss = TRIAL_STEPS * seconds[arm] * max(LEAST_LOSS, 1 - speeds[arm] / speeds[best])
+        return (bucket, arm) if bounds[arm] > speeds[best] and self.earned[bucket] >= loss else None
