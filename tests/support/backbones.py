@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.support.greedy import GreedyReference
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests.support.evabyte_reference import GreedyReference
 from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads import build_head
