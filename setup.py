@@ -47,6 +47,7 @@ EXTRAS = {
         "scipy>=1.11",
         "ruff>=0.14",
         "jsonschema>=4.23",
+        "httpx>=0.27",
         "openai>=2",
         "msgspec>=0.19",
         "compressed-tensors>=0.12",

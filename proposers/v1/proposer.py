@@ -155,8 +155,8 @@ class MtpcProposer:
             return [[] for _ in names]
         emitted = [len(tokens) for tokens in sampled_token_ids]
         verified = [0] * len(emitted) if spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
-        received = [made.get(name, 0) if count else 0 for name, count in zip(names, emitted, strict=True)]
-        self.pruned["budget"] += sum(received) - sum(verified)
+        steps = zip(names, emitted, verified, strict=True)  # a request that was not scheduled for a step has no drafts
+        self.pruned["budget"] += sum(made[name] - count for name, tokens, count in steps if tokens and name in made)
         if not num_drafts:
             return [[] for _ in names]
         num_rows = torch.tensor(verified) + 1  # [B], with logits
