@@ -33,11 +33,8 @@ class HeadSchedulerConfig(SchedulerConfig):
 def make_plan(vllm_config: Any) -> OnlinePlan:
     """Return the online plan of an engine; K has a CUDA graph if a batch size of the default schedule has it."""
     spec, max_num_seqs = vllm_config.speculative_config, vllm_config.scheduler_config.max_num_seqs
-    most, ranges, is_cpu = (
-        spec.num_speculative_tokens,
-        spec.num_speculative_tokens_per_batch_size,
-        current_platform.is_cpu(),
-    )
+    most, is_cpu = spec.num_speculative_tokens, current_platform.is_cpu()
+    ranges = spec.num_speculative_tokens_per_batch_size
     by_batch = expand_schedule(ranges, max_num_seqs, most)
     arms = draft_arms(most) if spec.has_distribution and (is_cpu or ranges is None) else sorted({0, *by_batch[1:]})
     costs = prior_costs(arms, ranges, max_num_seqs, spec.load, is_cpu, is_exact=not spec.has_distribution)
@@ -125,7 +122,7 @@ class HeadScheduler(Scheduler):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         pruned, is_idle = getattr(model_runner_output, PRUNED, None), getattr(model_runner_output, IDLE, False)
-        if self.use_v2_model_runner and not is_idle and model_runner_output.req_ids:  # V1 plans drafts in the worker
+        if self.use_v2_model_runner and not is_idle and model_runner_output.req_ids:  # on V1 the worker counts them
             without = self.num_spec_tokens - scheduler_output.num_spec_tokens_to_schedule
             pruned = {"schedule": without * len(model_runner_output.req_ids)}
         if self.plan is not None and model_runner_output.req_ids:
@@ -172,5 +169,6 @@ class HeadScheduler(Scheduler):
 
 
 def class_of(request: Any) -> int:
+    """Return the class of acceptance of one of vLLM's requests."""
     sampling = request.sampling_params
     return request_class(sampling is None or sampling.temperature > 0, request.num_computed_tokens)

@@ -135,6 +135,18 @@ def test_arms_without_a_prior_are_never_chosen() -> None:
     assert max(serve(plan, CHEAP, 0.9, 3000, batch=8)[0]) == 3
 
 
+def test_trials_respect_a_limit_inside_a_bucket() -> None:
+    """3 drafts are allowed up to 6 requests; sizes 5 to 8 are one bucket, whose trials at 5 try 3 drafts."""
+    table = np.array(
+        [[DEAR(batch, drafts) if batch * drafts <= 18 else np.inf for drafts in ARMS] for batch in range(9)]
+    )
+    plan, tried = OnlinePlan(ARMS, table, np.full((2, 7), 0.1)), set()
+    for seed in range(2000):
+        tried |= set(serve(plan, DEAR, 0.1, 4, batch=5, seed=seed)[0])
+        assert all(batch * drafts <= 18 for batch, drafts in enumerate(plan.lookup)), plan.trial
+    assert 3 in tried and np.isfinite(plan.estimate(REQUESTS)[1]).all()
+
+
 def test_card_and_arms() -> None:
     assert [draft_arms(most) for most in (1, 2, 3, 6, 7, 8)] == [
         (0, 1), (0, 1, 2), (0, 1, 3), (0, 1, 3, 6), ARMS, (0, 1, 3, 7, 8),

@@ -89,6 +89,7 @@ class Acceptance:
         self.limit(ACCEPTANCE_COUNT)
 
     def limit(self, most: float) -> None:
+        """Scale the counts of each class and position down to `most` verified drafts."""
         self.counts /= np.maximum(self.counts[1] / most, 1.0)
 
     def tokens(self, requests: Floats, arms: Sequence[int]) -> Floats:
@@ -112,8 +113,8 @@ class OnlinePlan:
 
     Args:
         arms: numbers of drafts to choose from, increasing from 0.
-        prior: [max_num_seqs + 1, A], seconds of a step of so many requests that verifies and drafts K. Only proportions
-            matter.
+        prior: [max_num_seqs + 1, A], seconds of a step of so many requests that verifies and drafts K; infinite where K
+            is not allowed. Only proportions matter.
         card: [2, K], see `card_rates`.
     """
 
@@ -188,7 +189,7 @@ class OnlinePlan:
         if self.trial:
             bucket, arm = self.trial
             self._left, self._trial_seconds = TRIAL_STEPS, 0.0
-            for size in np.flatnonzero(self.buckets == bucket):
+            for size in np.flatnonzero((self.buckets == bucket) & np.isfinite(self.prior[:, arm])):
                 self.lookup[size] = self.arms[arm]
             if self.best[batch] == 0:
                 self.acceptance.limit(RETRIED_COUNT)
