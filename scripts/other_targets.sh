@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Default serving on targets that are not the demo: a subword Qwen3 with a flat distribution and a head that borrows its
-# lm_head, a byte-level Llama of another text, a NeoX with a sharp distribution. Trains them with their heads, then serves
-# each next to plain vLLM and with every draft verified.
+# lm_head, a byte-level Llama of another text, a NeoX with a sharp distribution, a Phi-3 with the default head. Trains them
+# with their heads, then serves each next to plain vLLM and with fixed numbers of drafts.
 #
 #   scripts/other_targets.sh TEXT_FILE      TEXT_FILE: training text of the byte-level Llama, e.g. Tiny Shakespeare
 #
@@ -38,7 +38,10 @@ drafter neox "$out/tables.txt" --window 8 --components 4 --max-steps 200 --windo
     --learning-rate 0.005
 target bytes train_target --text "$text" --layers 4 --intermediate-size 512 --steps 500 --long-steps 30
 drafter bytes "$text" --window 8 --components 8 --max-steps 300 --windows-per-step 256 --learning-rate 0.005
+target phi3 subword_target --family phi3 --vocab-size 3072 --steps 350
+drafter phi3 "$library/*.py" --window 8 --components 8 --max-steps 200 --windows-per-step 192 --seq-len 128
 
 serve qwen3 "$library/argparse.py"
 serve neox "$out/tables.txt"
 serve bytes "$text"
+serve phi3 "$library/argparse.py"

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.demo.subword_target``: a small Llama, Qwen3, Gemma or NeoX over a BPE, trained in minutes.
+"""``python -m benchmarks.demo.subword_target``: a small Llama, Qwen3, Phi-3, Gemma or NeoX over a BPE, trained in minutes.
 
 A target for heads of kind `shared`: its lm_head is the largest of its matrices, as in subword models of any size. Text
 and training are those of the byte-level demo target; the BPE is learnt from the training part of the text. Families
@@ -23,7 +23,7 @@ VOCAB_SIZE = 4096
 STEPS, LONG_STEPS = 550, 50
 HIDDEN_SIZE, LAYERS, HEAD_DIM = 192, 4, 32
 EOS = 0
-FAMILIES = {"llama": "llama", "qwen3": "qwen3", "gemma": "gemma2", "neox": "gpt_neox"}  # of transformers
+FAMILIES = {"llama": "llama", "qwen3": "qwen3", "phi3": "phi3", "gemma": "gemma2", "neox": "gpt_neox"}  # of transformers
 CHAT = (
     "{% for message in messages %}{{ '# ' + message['role'] + '\\n' + message['content'] + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '# assistant\\n' }}{% endif %}"
@@ -40,6 +40,8 @@ def target_config(family: str = "llama", vocab_size: int = VOCAB_SIZE, hidden_si
     own = {"head_dim": HEAD_DIM, "num_key_value_heads": heads, "rms_norm_eps": 1e-5}
     if family == "neox":
         own = {"rotary_pct": 1.0, "hidden_act": "gelu", "layer_norm_eps": 1e-5}
+    if family == "phi3":
+        own = {"num_key_value_heads": heads, "rms_norm_eps": 1e-5, "pad_token_id": EOS}
     if family == "gemma":
         own |= {"query_pre_attn_scalar": HEAD_DIM, "sliding_window": byte_target.LONG}
     return AutoConfig.for_model(
@@ -51,7 +53,7 @@ def target_config(family: str = "llama", vocab_size: int = VOCAB_SIZE, hidden_si
         intermediate_size=8 * hidden_size // 3,
         max_position_embeddings=byte_target.LONG,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=family != "neox",
+        tie_word_embeddings=family not in ("neox", "phi3"),
         bos_token_id=EOS,
         eos_token_id=EOS,
         dtype="float32",

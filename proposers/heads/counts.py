@@ -10,6 +10,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
+from itertools import compress
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from vllm_mtpc.proposers.config.switches import DEBUG, is_on
 PRUNED_BY = ("schedule", "confidence", "budget", "request")
 CLASSES = ("greedy", "sampled", "structured")  # of requests, whose acceptance differs
 OF_CLASS = ("steps", "draft_tokens", "accepted_tokens")
+TIMES = ("step_us", "trial_us")  # microseconds of decoding, and what trials of the online plan lost of them
 # "steps": steps of the target, summed over requests; each emits one token and the accepted drafts
-NAMES = ("steps", *PRUNED_BY, *(f"{kind} {what}" for kind in CLASSES for what in OF_CLASS))
+NAMES = ("steps", *PRUNED_BY, *(f"{kind} {what}" for kind in CLASSES for what in OF_CLASS), *TIMES)
 PRUNED = "vllm_mtpc_pruned"  # attribute of a ModelRunnerOutput: pruned drafts by reason
 MINUTE = 60.0
 IDLE = "vllm_mtpc_idle"  # attribute of a ModelRunnerOutput: the bundled head has failed
@@ -40,17 +42,29 @@ def read_counts(stats: Any) -> Counter[str]:
     return Counter(dict(zip(NAMES, stats.num_draft_tokens_per_pos[stats.num_spec_tokens :], strict=False)))
 
 
-def count_by_class(requests: Mapping[str, Any], verified: Mapping[str, Any], output: Any) -> Counter[str]:
-    """Return the counts of one step by the class of its requests; verified: draft tokens by request id."""
-    counts = Counter[str]()
-    for name, tokens in zip(output.req_ids, output.sampled_token_ids, strict=False):
-        if len(tokens) and (request := requests.get(name)) is not None:
-            sampling = request.sampling_params
-            kind = "sampled" if sampling is None or sampling.temperature > 0 else "greedy"
-            kind = "structured" if request.use_structured_output else kind
-            counts[f"{kind} steps"] += 1
-            counts[f"{kind} draft_tokens"] += len(verified.get(name, ()))
-            counts[f"{kind} accepted_tokens"] += len(tokens) - 1
+def class_name(request: Any) -> str:
+    """Return which of CLASSES one of vLLM's requests belongs to."""
+    sampling = request.sampling_params
+    is_sampled = sampling is None or sampling.temperature > 0
+    return "structured" if request.use_structured_output else "sampled" if is_sampled else "greedy"
+
+
+def count_by_class(kinds: Mapping[str, str], verified: Mapping[str, Any], output: Any) -> dict[str, int]:
+    """Return the counts of one step by the class of its requests.
+
+    Args:
+        kinds: classes by request id.
+        verified: draft tokens by request id.
+        output: vLLM's ModelRunnerOutput; a request whose prompt is not read to its end has no tokens.
+    """
+    served = [kinds.get(name) for name in compress(output.req_ids, output.sampled_token_ids)]
+    counts = {"steps": len(served), **{f"{kind} steps": served.count(kind) for kind in CLASSES}}
+    if verified:
+        counts |= dict.fromkeys([f"{kind} {what}" for kind in CLASSES for what in OF_CLASS[1:]], 0)
+        for name, tokens in zip(output.req_ids, output.sampled_token_ids, strict=False):
+            if len(tokens) and (kind := kinds.get(name)):
+                counts[f"{kind} draft_tokens"] += len(verified.get(name, ()))
+                counts[f"{kind} accepted_tokens"] += len(tokens) - 1
     return counts
 
 
@@ -130,10 +144,11 @@ def format_counts(counts: Counter[str], most: int, seconds: float) -> str:
     means = [f"{kind} {1 + counts[f'{kind} accepted_tokens'] / of:.2f}" for kind, of in kinds.items() if of]
     by_kind = f" ({', '.join(means)})" if len(means) > 1 else ""
     pruned = [f"{name} {counts[name] / (steps * most):.0%}" for name in PRUNED_BY if counts[name] and most]
+    trials = f"; trials of other numbers cost {counts['trial_us'] / counts['step_us']:.1%}" if counts["step_us"] else ""
     return (
         f"Drafts of the last {seconds:.0f} s: {1 + counts['accepted'] / steps:.2f} tokens/step over all {steps} steps"
         f"{by_kind}, without drafts 1.00; of {most} per step {counts['verified'] / steps:.1f} were verified and "
-        f"{counts['accepted'] / steps:.1f} accepted{'; pruned by ' if pruned else ''}{', '.join(pruned)}"
+        f"{counts['accepted'] / steps:.1f} accepted{'; pruned by ' if pruned else ''}{', '.join(pruned)}{trials}"
     )
 
 
@@ -156,9 +171,11 @@ def prometheus_class(original: Any) -> type:
                 self.counters[engine] = counters
 
         def observe(self, spec_decoding_stats: Any, engine_idx: int = 0) -> None:
-            super().observe(spec_decoding_stats, engine_idx)
+            if spec_decoding_stats.num_drafts:
+                super().observe(spec_decoding_stats, engine_idx)
             if counters := self.counters.get(engine_idx):
                 for name, count in read_counts(spec_decoding_stats).items():
-                    counters[name].inc(count)
+                    if count and name in counters:
+                        counters[name].inc(count)
 
     return SpecDecodingProm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,12 @@ from vllm_mtpc.checkpoint.inspect import measured_acceptance
 from vllm_mtpc.plan.draft_schedule import expand_schedule, prior_costs, target_products
 from vllm_mtpc.plan.online_plan import CLASSES, OnlinePlan, card_rates, draft_arms, request_class
 from vllm_mtpc.proposers.config.request_options import excludes_drafts, max_drafts
-from vllm_mtpc.proposers.heads.counts import IDLE, PRUNED, append_counts, count_by_class
+from vllm_mtpc.proposers.config.switches import logger
+from vllm_mtpc.proposers.heads.counts import IDLE, PRUNED, append_counts, class_name, count_by_class
 from vllm_mtpc.proposers.heads.grammar_masks import HeadStructuredOutputManager
 from vllm_mtpc.proposers.patches.patch import derived, refuse_moved
+
+SENT_STEPS = 16  # steps without drafts whose counts the front end receives together
 
 
 class HeadSchedulerConfig(SchedulerConfig):
@@ -75,6 +79,9 @@ class HeadScheduler(Scheduler):
         self.structured_output_manager.__class__ = HeadStructuredOutputManager
         self.drafts_asked: dict[str, int] = {}  # by request that asked for fewer drafts than the engine makes
         self.without_drafts: set[str] = set()  # requests whose batch has no drafts
+        self.kinds: dict[str, str] = {}  # class of each request, for counters
+        self.counts, self.counted_steps = Counter[str](), 0  # not sent to the front end yet
+        self.warned = False  # that no draft is accepted
         # on V1 pruning depends on no sampled token (v1/proposer.py: set_one_hot); PTP's drafts have no distribution
         self.verifies_forbidden = spec.has_distribution and self.use_v2_model_runner
         self.last_step = (0.0, 0, False)  # its end in seconds, drafted K, whether it read no prompt
@@ -84,20 +91,25 @@ class HeadScheduler(Scheduler):
 
     def add_request(self, request: Any) -> None:
         super().add_request(request)
-        asked = max_drafts(request.sampling_params, self.num_spec_tokens)
+        name, asked = request.request_id, max_drafts(request.sampling_params, self.num_spec_tokens)
+        self.kinds[name] = class_name(request)
         if self.use_v2_model_runner and asked < self.num_spec_tokens:
-            self.drafts_asked[request.request_id] = asked
+            self.drafts_asked[name] = asked
         if excludes_drafts(request.sampling_params):
-            self.without_drafts.add(request.request_id)
+            self.without_drafts.add(name)
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        name = request.request_id
+        self.kinds.pop(name, None)
+        self.drafts_asked.pop(name, None)
+        self.without_drafts.discard(name)
+        return super()._free_request(request, *args, **kwargs)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        if self.drafts_asked:
-            self.drafts_asked = {name: asked for name, asked in self.drafts_asked.items() if name in self.requests}
         for name, asked in self.drafts_asked.items():
             request = self.requests[name]
             if len(request.spec_token_ids) > asked:
                 request.spec_token_ids = request.spec_token_ids[:asked]
-        self.without_drafts &= self.requests.keys()
         for request in self.running if self.without_drafts else ():
             request.spec_token_ids = []
         return super().schedule(*args, **kwargs)
@@ -122,32 +134,43 @@ class HeadScheduler(Scheduler):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         pruned, is_idle = getattr(model_runner_output, PRUNED, None), getattr(model_runner_output, IDLE, False)
+        verified = scheduler_output.scheduled_spec_decode_tokens
         if self.use_v2_model_runner and not is_idle and model_runner_output.req_ids:  # on V1 the worker counts them
-            without = self.num_spec_tokens - scheduler_output.num_spec_tokens_to_schedule
-            pruned = {"schedule": without * len(model_runner_output.req_ids)}
+            pruned = self._count_pruned(scheduler_output)
         if self.plan is not None and model_runner_output.req_ids:
             self._learn(self.plan, scheduler_output, model_runner_output)
-        counts: dict[str, int] = {}
         if pruned is not None and self.log_stats:  # before vLLM removes requests that end
-            counts = count_by_class(self.requests, scheduler_output.scheduled_spec_decode_tokens, model_runner_output)
+            for part in (pruned, count_by_class(self.kinds, verified, model_runner_output)):
+                for name, count in part.items():
+                    self.counts[name] += count
+            self.counted_steps += 1
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if is_idle:
             self.plan, self.verifies_forbidden = None, False
             self.dynamic_sd_lookup = [0] * (1 + self.max_num_running_reqs)
-        if pruned is None or not self.log_stats:
-            return outputs
-        if self.drafts_asked:
-            most, made = self.num_spec_tokens, scheduler_output.num_spec_tokens_to_schedule
-            names = scheduler_output.num_scheduled_tokens
-            asked = [self.drafts_asked[name] for name in names if name in self.drafts_asked]
-            unmade = pruned.get("schedule", 0) + sum(max(0, one - made) - (most - made) for one in asked)
-            pruned = pruned | {"schedule": unmade, "request": sum(most - one for one in asked)}
-        steps = sum(len(tokens) > 0 for tokens in model_runner_output.sampled_token_ids)
-        if stats := next((sent.scheduler_stats for sent in outputs.values() if sent.scheduler_stats), None):
-            if stats.spec_decoding_stats is None:  # a step that verified nothing
-                stats.spec_decoding_stats = SpecDecodingStats.new(self.num_spec_tokens)
-            append_counts(stats.spec_decoding_stats, {"steps": steps, **pruned, **counts})
+        if self.counted_steps and (verified or not self.requests or self.counted_steps >= SENT_STEPS):
+            self._send_counts(outputs)
         return outputs
+
+    def _count_pruned(self, scheduler_output: Any) -> dict[str, int]:
+        """Return the drafts by reason that a step on Model Runner V2 did not make."""
+        most, made = self.num_spec_tokens, scheduler_output.num_spec_tokens_to_schedule
+        names = scheduler_output.num_scheduled_tokens
+        asked = [self.drafts_asked[name] for name in names if name in self.drafts_asked] if self.drafts_asked else []
+        unmade = (most - made) * (len(names) - len(asked)) + sum(max(0, one - made) for one in asked)
+        return {"schedule": unmade, "request": sum(most - one for one in asked)}
+
+    def _send_counts(self, outputs: Any) -> None:
+        """Send the counts to the front end in vLLM's statistics of this step."""
+        stats = next((sent.scheduler_stats for sent in outputs.values() if sent.scheduler_stats), None)
+        if stats is None:
+            return
+        if self.plan is not None:
+            self.counts.update(self.plan.take_times())
+        if stats.spec_decoding_stats is None:  # a step that verified nothing
+            stats.spec_decoding_stats = SpecDecodingStats.new(self.num_spec_tokens)
+        append_counts(stats.spec_decoding_stats, self.counts)
+        self.counts, self.counted_steps = Counter[str](), 0
 
     def _learn(self, plan: OnlinePlan, scheduler_output: Any, output: Any) -> None:
         """Count a step in the plan, and update the plan where it is due."""
@@ -166,6 +189,10 @@ class HeadScheduler(Scheduler):
             kinds = np.bincount(list(map(class_of, self.running)), minlength=CLASSES)
             context = sum(request.num_computed_tokens for request in self.running) if self.kv_cost else 0
             plan.update(kinds.astype(float), batch, self.kv_cost * context)
+            if not self.warned and (share := plan.acceptance.rejected_share()) is not None:
+                self.warned = True
+                text = "%.0f %% of the first drafts are rejected: the plan verifies none but trials; vllm-mtpc doctor "
+                logger.warning(text + "compares served with expected acceptance", 100 * share)
 
 
 def class_of(request: Any) -> int:

@@ -70,10 +70,24 @@ class HeadModelRunner(GPUModelRunner):
     def ready(self) -> None: ...
 
     def _update_states(self, scheduler_output: Any) -> Any:
-        if grammars := getattr(self.drafter, "grammars", None):
-            for new in scheduler_output.scheduled_new_reqs:
-                grammars.start(new.req_id, new.sampling_params)
+        if not self.drafter.is_idle:
+            self.drafter.update_requests(scheduler_output)
         return super()._update_states(scheduler_output)
+
+    def _prepare_inputs(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """Prepare a step that verifies nothing as plain vLLM does, without the metadata of no drafts."""
+        if scheduler_output.scheduled_spec_decode_tokens:
+            return super()._prepare_inputs(scheduler_output, *args, **kwargs)
+        spec, self.speculative_config = self.speculative_config, None
+        try:
+            return super()._prepare_inputs(scheduler_output, *args, **kwargs)
+        finally:
+            self.speculative_config = spec
+
+    def take_draft_token_ids(self) -> Any:
+        """Return None after a step without drafts: the scheduler then reads no lists of nothing."""
+        taken = super().take_draft_token_ids()
+        return taken if taken is not None and any(taken.draft_token_ids) else None
 
     @property
     def couples(self) -> bool:

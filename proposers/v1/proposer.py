@@ -100,6 +100,7 @@ class MtpcProposer:
         self.min_acceptance = spec.min_acceptance or 0.0
         self.confidence = torch.ones(max_num_reqs, self.num_drafts)  # of each draft, written while it is made
         self.made: dict[str, int] = {}  # drafts by request that the scheduler received after the last step
+        self.asked: dict[str, int] = {}  # by request that asked for fewer drafts than the engine makes
         self.pruned = Counter[str]()
         self.is_debug = is_on(DEBUG, "0")
         self.grammars = Grammars(vllm_config, is_masking=spec.mask_drafts)
@@ -129,6 +130,15 @@ class MtpcProposer:
         dtype = torch.bfloat16 if is_halved else target_dtype
         return load_served_head(folder, dtype, device, target_model, target_dtype, self.head_dtype, self.num_drafts)
 
+    def update_requests(self, scheduler_output: Any) -> None:
+        """Add the requests that a step starts, and remove those that have ended."""
+        for name in scheduler_output.finished_req_ids if self.asked else ():
+            self.asked.pop(name, None)
+        for new in scheduler_output.scheduled_new_reqs:
+            self.grammars.start(new.req_id, new.sampling_params)
+            if (asked := max_drafts(new.sampling_params, self.num_drafts)) < self.num_drafts:
+                self.asked[new.req_id] = asked
+
     @torch.inference_mode()
     def propose(
         self,
@@ -147,10 +157,14 @@ class MtpcProposer:
         """
         names, scheduled = runner.input_batch.req_ids, scheduler_output.num_spec_tokens_to_schedule
         runner._draft_probs = runner._draft_prob_req_ids = None
-        asked = [max_drafts(runner.requests[name].sampling_params, self.num_drafts) for name in names]
-        num_drafts, made, self.made = min(scheduled, max(asked)), self.made, {}
-        self.pruned["request"] += sum(self.num_drafts - one for one in asked)
-        self.pruned["schedule"] += sum(max(0, one - num_drafts) for one in asked)
+        made, self.made = self.made, {}
+        limits, lengths = [self.num_drafts] * len(names), [scheduled] * len(names)
+        if self.asked:
+            limits = [self.asked.get(name, self.num_drafts) for name in names]
+            lengths = [min(scheduled, limit) for limit in limits]
+        num_drafts = max(lengths)
+        self.pruned["request"] += self.num_drafts * len(names) - sum(limits)
+        self.pruned["schedule"] += sum(limits) - sum(lengths)
         if not num_drafts and not made:
             return [[] for _ in names]
         emitted = [len(tokens) for tokens in sampled_token_ids]
@@ -163,7 +177,6 @@ class MtpcProposer:
         last = num_rows.cumsum(0) - num_rows + torch.tensor(emitted).clamp(min=1) - 1  # [B], the last accepted ones
         hidden = sample_hidden_states[last]
         drafts, ends = self._generate_drafts(runner, sampled_token_ids, sampling_metadata, hidden, num_drafts)
-        lengths = [min(num_drafts, one) for one in asked]
         if self.min_acceptance:
             likely = likely_lengths(self.confidence[: len(names), :num_drafts], self.min_acceptance).tolist()
             allowed, lengths = sum(lengths), list(map(min, likely, lengths))

@@ -1,4 +1,4 @@
-"""Steps and cut drafts, from the worker to the log and /metrics."""
+"""Steps and pruned drafts, from the worker to the log and /metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from vllm_mtpc.proposers.config.switches import AUTO, DEBUG
 from vllm_mtpc.proposers.heads import counts
 from vllm_mtpc.proposers.patches import patch, vllm_patches
 from vllm_mtpc.proposers.patches.patch import derived
-from vllm_mtpc.proposers.patches.scheduler import HeadScheduler
+from vllm_mtpc.proposers.patches.scheduler import SENT_STEPS, HeadScheduler
+
+NOTHING_VERIFIED = SimpleNamespace(scheduled_spec_decode_tokens={})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,6 +52,7 @@ def scheduler_that(answers: list[dict[int, Any]]) -> HeadScheduler:
 
     made = object.__new__(derived(HeadScheduler, Answering))
     made.log_stats, made.num_spec_tokens, made.drafts_asked, made.requests = True, 3, {}, {}
+    made.kinds, made.counts, made.counted_steps = {}, Counter(), 0
     made.dynamic_sd_lookup, made.max_num_running_reqs = None, 8
     made.use_v2_model_runner, made.verifies_forbidden = False, True
     return made
@@ -57,34 +60,56 @@ def scheduler_that(answers: list[dict[int, Any]]) -> HeadScheduler:
 
 def test_scheduler_plans_no_drafts_once_the_bundled_head_has_failed() -> None:
     scheduler = scheduler_that([{}, {}])
-    scheduler.update_from_output(None, SimpleNamespace())
+    scheduler.update_from_output(NOTHING_VERIFIED, SimpleNamespace())
     assert scheduler.dynamic_sd_lookup is None
-    scheduler.update_from_output(None, SimpleNamespace(**{counts.IDLE: True}))
+    scheduler.update_from_output(NOTHING_VERIFIED, SimpleNamespace(**{counts.IDLE: True}))
     assert scheduler.dynamic_sd_lookup == [0] * 9 and not scheduler.verifies_forbidden
 
 
-def test_counts_go_with_every_step() -> None:
-    """Those of steps that verified nothing, too: tokens/step is over all of them."""
+def test_counts_of_all_steps_are_sent() -> None:
+    """Those of steps that verified nothing, too: tokens/step is over all of them. No step or count is lost."""
     stats, plain = SpecDecodingStats.new(3), sent(None)
     scheduler = scheduler_that([{0: SimpleNamespace(scheduler_stats=None)}, {0: plain}, {}, {0: sent(stats)}])
-    for pruned in (1, 2, 3, 4):
+    for pruned in (1, 2, 3, 4):  # no request is left after each step; a step without statistics keeps its counts
         output = SimpleNamespace(
             **{counts.PRUNED: {"confidence": pruned}}, req_ids="abc", sampled_token_ids=[[5], [], [7, 8]]
         )
-        scheduler.update_from_output(SimpleNamespace(scheduled_spec_decode_tokens={}), output)
-    assert +counts.read_counts(stats) == {"steps": 2, "confidence": 4}
+        scheduler.update_from_output(NOTHING_VERIFIED, output)
+    assert +counts.read_counts(stats) == {"steps": 4, "confidence": 7}
     made = plain.scheduler_stats.spec_decoding_stats
-    assert +counts.read_counts(made) == {"steps": 2, "confidence": 2}
+    assert +counts.read_counts(made) == {"steps": 4, "confidence": 3}
     assert (made.num_drafts, made.num_spec_tokens) == (0, 3)
-    scheduler = scheduler_that([{0: sent(stats := SpecDecodingStats.new(3))}])
-    scheduler.use_v2_model_runner = True  # the scheduler knows how many drafts the schedule has pruned
-    step = SimpleNamespace(scheduled_spec_decode_tokens={}, num_spec_tokens_to_schedule=1)
-    scheduler.update_from_output(step, SimpleNamespace(req_ids="abc", sampled_token_ids=[[5], [], [7, 8]]))
-    assert +counts.read_counts(stats) == {"steps": 2, "schedule": 6}
     answer = {0: sent(None)}  # a step without a head
-    scheduler_that([answer]).update_from_output(None, SimpleNamespace())
+    scheduler_that([answer]).update_from_output(NOTHING_VERIFIED, SimpleNamespace())
     assert answer[0].scheduler_stats.spec_decoding_stats is None
     assert counts.read_counts(SpecDecodingStats.new(3)) == {}
+
+
+def test_steps_without_drafts_are_sent_together() -> None:
+    """While requests run; a step that verified drafts sends all counts before it."""
+    answers = [{0: sent(None)} for _ in range(SENT_STEPS + 3)]
+    scheduler = scheduler_that(list(answers))
+    scheduler.requests = {"a": None}
+    verified = SimpleNamespace(scheduled_spec_decode_tokens={"a": [1]})
+    for step in [NOTHING_VERIFIED] * (SENT_STEPS + 2) + [verified]:
+        output = SimpleNamespace(**{counts.PRUNED: {"schedule": 3}}, req_ids="a", sampled_token_ids=[[5]])
+        scheduler.update_from_output(step, output)
+    received = [one[0].scheduler_stats.spec_decoding_stats for one in answers]
+    read = {number: +counts.read_counts(one) for number, one in enumerate(received) if one is not None}
+    first = {"steps": SENT_STEPS, "schedule": 3 * SENT_STEPS}
+    assert read == {SENT_STEPS - 1: first, SENT_STEPS + 2: {"steps": 3, "schedule": 9}}
+
+
+def test_scheduler_counts_unscheduled_drafts_on_model_runner_v2() -> None:
+    """Request b asked for one draft, request d is not in the step."""
+    scheduler = scheduler_that([{0: sent(stats := SpecDecodingStats.new(3))}])
+    scheduler.use_v2_model_runner, scheduler.drafts_asked = True, {"b": 1, "d": 0}
+    step = SimpleNamespace(
+        scheduled_spec_decode_tokens={}, num_spec_tokens_to_schedule=2, num_scheduled_tokens=dict.fromkeys("abc", 1)
+    )
+    scheduler.plan = None
+    scheduler.update_from_output(step, SimpleNamespace(req_ids="abc", sampled_token_ids=[[5], [], [7, 8]]))
+    assert +counts.read_counts(stats) == {"steps": 2, "schedule": 2, "request": 2}
 
 
 @pytest.mark.parametrize("is_idle", [True, False])
@@ -137,10 +162,11 @@ def test_the_log_says_tokens_per_step_once_a_minute(monkeypatch: pytest.MonkeyPa
         "Drafts of the last 7 s: 1.25 tokens/step over all 8 steps (greedy 1.33, sampled 1.00), without drafts 1.00; "
         "of 2 per step 0.5 were verified and 0.2 accepted; pruned by confidence 50%"
     )
-    step(0, {"steps": 3, "schedule": 6})
+    step(0, {"steps": 3, "schedule": 6, "step_us": 2000, "trial_us": 10})
     assert log_after(10) == []  # a minute is not over
     (line,) = log_after(50)
-    assert "last 60 s: 1.00 tokens/step over all 3 steps, without" in line and line.endswith("pruned by schedule 100%")
+    assert "last 60 s: 1.00 tokens/step over all 3 steps, without" in line
+    assert line.endswith("pruned by schedule 100%; trials of other numbers cost 0.5%")
     assert log_after(60) == []
 
 
@@ -150,9 +176,11 @@ def test_requests_are_counted_count_by_class() -> None:
         return SimpleNamespace(use_structured_output=is_structured, sampling_params=sampling)
 
     requests = {"a": request(0.0), "b": request(0.7), "c": request(0.7, True), "d": request(0.0)}
+    kinds = {name: counts.class_name(one) for name, one in requests.items()}
     output = SimpleNamespace(req_ids=list("abcdx"), sampled_token_ids=[[1, 2, 3], [4], [5, 6], [], [7]])
-    found = counts.count_by_class(requests, {"a": [1, 1, 1], "c": [2, 2]}, output)
-    assert +found == {
+    found = counts.count_by_class(kinds, {"a": [1, 1, 1], "c": [2, 2]}, output)
+    assert {name: count for name, count in found.items() if count} == {
+        "steps": 4,
         "greedy steps": 1,
         "greedy draft_tokens": 3,
         "greedy accepted_tokens": 2,

@@ -92,6 +92,24 @@ def test_drafts_that_are_never_accepted_stop_within_100_steps(batch: int) -> Non
     assert np.mean(np.array(serve(plan, cost(0.01, 1e-6, 2e-4), 0.0, 2000, batch)[0]) > 0) < 0.15  # trials
 
 
+def test_head_that_is_hardly_ever_accepted_is_reported() -> None:
+    """From 100 first drafts on, and not a head whose drafts are accepted now and then."""
+    for accepted, reported in ((0.0, True), (0.3, False)):
+        plan = make_plan(cost(0.01, 1e-6, 2e-4), 0.8)
+        assert plan.acceptance.rejected_share() is None
+        serve(plan, cost(0.01, 1e-6, 2e-4), accepted, 200)
+        assert (plan.acceptance.rejected_share() is not None) == reported
+
+
+def test_times_of_trials_are_part_of_all_times() -> None:
+    plan = make_plan(CHEAP, 0.85)
+    _, seconds, _ = serve(plan, CHEAP, 0.85, 2000)
+    taken = plan.take_times()
+    assert taken["step_us"] == pytest.approx(1e6 * seconds, rel=0.01)
+    assert 0 < taken["trial_us"] <= (EXPLORE + 0.01) * taken["step_us"]
+    assert plan.take_times() == {"step_us": 0, "trial_us": 0}
+
+
 def test_drafts_return_with_acceptance() -> None:
     """Trials find that a head, or text, has changed."""
     plan = make_plan()

@@ -42,6 +42,7 @@ TRIAL_STEPS = 8  # the first two are not observed: their rows and drafts are of 
 UPDATE_STEPS = 16  # between two updates of the plan
 WIDTH = 0.4  # relative standard deviation of the speed of an unobserved arm; divided by sqrt(1 + steps)
 LEAST_LOSS = 0.1  # expected of a trial, as a share of its time
+REJECTED, REJECTED_COUNT = 0.98, 100  # share of rejected first drafts that is reported, and the least drafts for it
 MARGIN = 1.015  # least speed of an arm over the serving one that it replaces, and over no drafts
 
 
@@ -92,6 +93,12 @@ class Acceptance:
         """Scale the counts of each class and position down to `most` verified drafts."""
         self.counts /= np.maximum(self.counts[1] / most, 1.0)
 
+    def rejected_share(self) -> float | None:
+        """Return the share of rejected first drafts if nearly all are rejected, else None."""
+        accepted, verified = self.counts[:, :, 0].sum(axis=1)
+        share = 1 - accepted / max(verified, 1)
+        return float(share) if verified >= REJECTED_COUNT and share >= REJECTED else None
+
     def tokens(self, requests: Floats, arms: Sequence[int]) -> Floats:
         """Return the expected tokens of a request and step with each arm, [A]; requests: [CLASSES], their numbers."""
         accepted, verified = self.counts.reshape(2, 2, -1, self.card.shape[1])  # [2, contexts, K]
@@ -131,6 +138,7 @@ class OnlinePlan:
         self._left, self._trial_seconds = 0, 0.0
         self._same, self._steps = 0, 0  # consecutive steps of one arm, steps since the last update
         self.shared = 0.0  # seconds of a step beyond the prior, the same for all arms
+        self.decoded, self.lost = 0.0, 0.0  # seconds of decoding steps, and of what trials lost, since `take_times`
         self.update(np.ones(CLASSES), 1)
 
     def finish_step(
@@ -156,6 +164,7 @@ class OnlinePlan:
         if is_decoding and SHORTEST_S <= seconds <= LONGEST_S:
             bucket = int(self.buckets[batch])
             self.earned[bucket] += (EXPLORE if self.earned[bucket] else HEAD_START) * seconds
+            self.decoded += seconds
             if self._same >= 2 and drafted in self.arms:
                 self._observe(bucket, self.arms.index(drafted), seconds, batch)
         if self.trial is None:
@@ -182,7 +191,9 @@ class OnlinePlan:
             bucket, arm = self.trial
             size = min(2**bucket, len(self.prior) - 1)
             if self.best[size] != arm:
-                self.earned[bucket] -= self._trial_seconds * max(LEAST_LOSS, 1 - speeds[size, arm] / speeds[size].max())
+                lost = self._trial_seconds * max(LEAST_LOSS, 1 - speeds[size, arm] / speeds[size].max())
+                self.earned[bucket] -= lost
+                self.lost += lost
         self.recent *= STALE
         self._steps, self.trial = 0, self._next_trial(seconds[batch], speeds[batch], batch)
         self.lookup[:] = np.array(self.arms)[self.best].tolist()
@@ -193,6 +204,12 @@ class OnlinePlan:
                 self.lookup[size] = self.arms[arm]
             if self.best[batch] == 0:
                 self.acceptance.limit(RETRIED_COUNT)
+
+    def take_times(self) -> dict[str, int]:
+        """Return the microseconds of decoding, and those that trials lost, since the last call."""
+        taken = {"step_us": round(1e6 * self.decoded), "trial_us": round(1e6 * self.lost)}
+        self.decoded = self.lost = 0.0
+        return taken
 
     def estimate(self, requests: Floats) -> tuple[Floats, Floats]:
         """Return seconds of a step and tokens per second, [max_num_seqs + 1, A] each."""
