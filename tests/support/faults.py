@@ -25,6 +25,7 @@ V2_REJECTION = "vllm.v1.worker.gpu.spec_decode.rejection_sampler.rejection_sampl
 HEAD_WORKER = "vllm_mtpc.proposers.patches.worker.HeadWorker"
 BACKBONE, LAYERED = f"{V2}.backbone_speculator", f"{V2}.layered"
 GRAMMAR = "vllm_mtpc.proposers.heads.grammar_masks"
+PLAN = "vllm_mtpc.plan.online_plan.OnlinePlan"
 UNIFORM = 0.15  # the share of a uniform distribution in a wrong q
 MARKED = 0  # the token whose drafts are thrown away
 LENGTHS = (3, 1, 0, 2)  # numbers of drafts, in turns
@@ -53,6 +54,19 @@ def _raises(message: str, note: str = "") -> Callable[[Any], Any]:
         raise RuntimeError(message)
 
     return _constant(fail)
+
+
+def _clocked(seconds: Callable[[int], float]) -> Callable[[Any], Any]:
+    """Give the plan seconds(K) in the place of a step's seconds, and record K."""
+
+    @wrapping
+    def finish_step(
+        original: Any, self: Any, elapsed: float, batch: int, verified: int, drafted: int, *rest: Any
+    ) -> Any:
+        RECORDED.append(drafted)
+        return original(self, seconds(drafted), batch, verified, drafted, *rest)
+
+    return finish_step
 
 
 # Verification
@@ -305,6 +319,9 @@ FAULTS: dict[str, Patches | Callable[[], Patches]] = {
     "noted lengths": {f"{SPECULATOR}.propose": recorders.lengths_v2},
     "noted lengths v1": {f"{PROPOSER}.propose": recorders.lengths_v1},
     "clock jumps": _jumping_clocks,
+    # the online plan
+    "free drafts": {f"{PLAN}.finish_step": _clocked(lambda drafts: 0.01)},
+    "dear drafts": {f"{PLAN}.finish_step": _clocked(lambda drafts: 0.01 * (1 + 5 * drafts))},
     # grammars
     "grammars waited for": GRAMMARS_COMPILED,
     "grammars never compiled": {f"{GRAMMAR}.Grammars._compile": _constant(lambda self, *args: None)},
