@@ -273,7 +273,16 @@ class _FilterWeights(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_weights: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
         root_logits, inner_logits, tape = ctx.saved_tensors
-        evidence, root, inner = _backward(ctx.program, root_logits, inner_logits, tape, grad_weights.contiguous())
+        batch, m, r = grad_weights.shape
+        evidence = torch.empty(batch, m, r, dtype=torch.float32, device=grad_weights.device)
+        root = evidence.new_empty(batch, r)
+        inner = evidence.new_zeros(inner_logits.shape)  # zeros: sums of later tokens have no gradient
+        if batch:
+            inputs = {"root_ptr": root_logits, "inner_ptr": inner_logits, "tape_ptr": tape}
+            grads = {"grad_weights_ptr": grad_weights.contiguous(), "grad_evidence_ptr": evidence}
+            grads |= {"grad_root_ptr": root, "grad_inner_ptr": inner}
+            sizes = {"m": m, "num_inner": inner_logits.shape[1], "num_kept": tape.shape[1]}
+            _filter_backward[(batch,)](**inputs, **grads, **sizes, **_options(ctx.program, r, grad_weights.device))
         return None, evidence.to(ctx.evidence_dtype), root.to(root_logits.dtype), inner.to(inner_logits.dtype)
 
 
@@ -291,24 +300,6 @@ def _forward(
         sizes = {"m": m, "num_inner": inner_logits.shape[1], "num_kept": num_kept}
         _filter[(batch,)](**inputs, weights_ptr=weights, tape_ptr=tape, **sizes, **options)
     return weights, tape
-
-
-def _backward(
-    program: Program, root_logits: Tensor, inner_logits: Tensor, tape: Tensor, grad_weights: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of evidence [B, m, r], root logits [B, r] and inner logits [B, F, r, r], float32."""
-    batch, m, r = grad_weights.shape
-    options = _options(program, r, grad_weights.device)
-    grad_evidence = torch.empty(batch, m, r, dtype=torch.float32, device=grad_weights.device)
-    grad_root = grad_evidence.new_empty(batch, r)
-    grad_inner = grad_evidence.new_zeros(inner_logits.shape)  # zeros: sums of later tokens have no gradient
-    if batch:
-        inputs = {"root_ptr": root_logits, "inner_ptr": inner_logits, "tape_ptr": tape}
-        grads = {"grad_weights_ptr": grad_weights, "grad_evidence_ptr": grad_evidence}
-        grads |= {"grad_root_ptr": grad_root, "grad_inner_ptr": grad_inner}
-        sizes = {"m": m, "num_inner": inner_logits.shape[1], "num_kept": tape.shape[1]}
-        _filter_backward[(batch,)](**inputs, **grads, **sizes, **options)
-    return grad_evidence, grad_root, grad_inner
 
 
 def _options(program: Program, r: int, device: torch.device) -> dict[str, Any]:

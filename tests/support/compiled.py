@@ -170,9 +170,10 @@ def filters(name: str, n: int, r: int, dtype: torch.dtype = WHOLE) -> None:
 
     circuit = get_circuit(name, n, r)
     sums = empty(64, r, dtype=dtype), empty(64, circuit.num_inner, r, r, dtype=dtype)
-    kernel._forward(circuit.program, empty(64, n, r, dtype=dtype), *sums, keep=False)
-    weights, tape = kernel._forward(circuit.program, empty(64, n, r, dtype=dtype), *sums, keep=True)
-    kernel._backward(circuit.program, *sums, tape, weights)
+    evidence = empty(64, n, r, dtype=dtype)
+    kernel.filter_weights(circuit.program, evidence, *sums)
+    weights = kernel.filter_weights(circuit.program, evidence.requires_grad_(), *sums)
+    weights.backward(torch.empty_like(weights))
 
 
 def coupled(vocab: int, width: int) -> None:
