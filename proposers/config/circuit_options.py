@@ -207,17 +207,23 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
         if ranks % head.backbone_kv_heads == 0:  # ranks share key and value heads
             del sizes["backbone_kv_heads"]
         uneven = ", ".join(f"{option}={size}" for option, size in sizes.items() if size % ranks)
-        is_closed, other = not _target_class_has(target, "set_aux_hidden_state_layers"), "use a head of another kind"
-        for is_bad, reason in (
-            (target.use_mla, f"target {name} keeps compressed keys and values (MLA); {other}"),
-            (target.uses_mrope, f"target {name} has several positions per token; {other}"),
-            (is_closed, f"target {name} does not return the states of its layers (vLLM: SupportsEagle3); {other}"),
-            (last > depth, f"reads layer {last}, but target {name} has {depth}; use a head of this target"),
-            (self.head_dtype != "auto", f"allowed head_dtype: auto; given: {self.head_dtype}; remove head_dtype"),
-            (uneven, f"with {uneven}, which tensor_parallel_size={ranks} does not divide; lower it"),
-        ):
-            if is_bad:
-                raise ServeConfigError(f"{subject} {reason}")
+        other = "use a head of another kind"
+        if target.use_mla:
+            raise ServeConfigError(f"{subject} target {name} keeps compressed keys and values (MLA); {other}")
+        if target.uses_mrope:
+            raise ServeConfigError(f"{subject} target {name} has several positions per token; {other}")
+        if not _target_class_has(target, "set_aux_hidden_state_layers"):
+            reason = "does not return the states of its layers (vLLM: SupportsEagle3)"
+            raise ServeConfigError(f"{subject} target {name} {reason}; {other}")
+        if last > depth:
+            reason = f"reads layer {last}, but target {name} has {depth}; use a head of this target"
+            raise ServeConfigError(f"{subject} {reason}")
+        if self.head_dtype != "auto":
+            reason = f"allowed head_dtype: auto; given: {self.head_dtype}; remove head_dtype"
+            raise ServeConfigError(f"{subject} {reason}")
+        if uneven:
+            reason = f"with {uneven}, which tensor_parallel_size={ranks} does not divide; lower it"
+            raise ServeConfigError(f"{subject} {reason}")
 
     def check_engine(self, vllm_config: Any) -> None:
         """Raise ServeConfigError for an engine this head is not served with; make V1's scheduling synchronous."""

@@ -71,6 +71,7 @@ def check_second_pass(subject: str, vllm_config: Any, others: dict[str, bool]) -
 
 
 def how_to_v2() -> str:
+    """Return what to type for Model Runner V2."""
     if current_platform.is_cpu():
         return "without a GPU type scripts/v2_on_cpu.sh vllm serve ... in the checkout of vllm_mtpc"
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":

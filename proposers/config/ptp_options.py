@@ -89,13 +89,16 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
         target, stages = self.target_model_config, self.target_parallel_config.pipeline_parallel_size
         kinds = getattr(target.hf_text_config, "layer_types", None) or ()
         is_partial = target.use_mla or target.get_sliding_window() or any(kind != "full_attention" for kind in kinds)
-        for is_bad, reason in (
-            (stages > 1, f"with pipeline_parallel_size={stages}: allowed: 1; use tensor_parallel_size"),
-            (is_partial, f"on {target.model}: allowed are targets with full attention alone; use an MtPC head"),
-            (target.uses_mrope, f"on {target.model}, which has several positions per token; use an MtPC head"),
-        ):
-            if is_bad:
-                raise ServeConfigError(f"speculative_config: method 'ptp' {reason}")
+        subject, remedy = "speculative_config: method 'ptp'", "use an MtPC head"
+        if stages > 1:
+            raise ServeConfigError(
+                f"{subject} with pipeline_parallel_size={stages}: allowed: 1; use tensor_parallel_size"
+            )
+        if is_partial:
+            allowed = "allowed are targets with full attention alone"
+            raise ServeConfigError(f"{subject} on {target.model}: {allowed}; {remedy}")
+        if target.uses_mrope:
+            raise ServeConfigError(f"{subject} on {target.model}, which has several positions per token; {remedy}")
         if self.head.late_width:  # other variants go through the target's own norm
             check_final_norm(self)
 

@@ -21,6 +21,7 @@ def vllm_version() -> str:
 
 
 def vllm_minor() -> tuple[int, int]:
+    """Return the minor release of the installed vLLM, e.g. (0, 32)."""
     major, minor = [*Version(vllm_version()).release, 0][:2]
     return major, minor
 

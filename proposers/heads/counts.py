@@ -17,7 +17,7 @@ import torch
 from vllm.distributed import get_tp_group
 
 from vllm_mtpc import METHODS
-from vllm_mtpc.proposers.config.switches import DEBUG, is_on
+from vllm_mtpc.proposers.config.switches import DEBUG
 
 # Reasons why a draft was not verified: fewer were planned or scheduled, its cumulative acceptance was too small, the
 # step had no room for it (token budget, length, a grammar), or the request asked for fewer.
@@ -66,20 +66,6 @@ def count_by_class(kinds: Mapping[str, str], verified: Mapping[str, Any], output
                 counts[f"{kind} draft_tokens"] += len(verified.get(name, ()))
                 counts[f"{kind} accepted_tokens"] += len(tokens) - 1
     return counts
-
-
-def check_speculator(speculator: Any) -> None:
-    """Compare the drafts of a V2 speculator over ranks in every step, if MTPC_DEBUG is set."""
-    propose = speculator.propose
-
-    def checked(input_batch: Any, *args: Any, **given: Any) -> Any:
-        drafts, count = propose(input_batch, *args, **given), given.get("num_speculative_tokens")
-        if not given.get("dummy_run") and count != 0:
-            check_ranks(drafts[:, :count].tolist())
-        return drafts
-
-    if is_on(DEBUG, "0"):
-        speculator.propose = checked
 
 
 def attach_counts(output: Any, drafter: Any) -> Any:
@@ -153,6 +139,8 @@ def format_counts(counts: Counter[str], most: int, seconds: float) -> str:
 
 
 def prometheus_class(original: Any) -> type:
+    """Return vLLM's SpecDecodingProm with counters of steps, pruned drafts and classes of requests."""
+
     class SpecDecodingProm(original):
         def __init__(self, spec: Any, names: list[str], labels: dict[int, list[Any]], **more: Any) -> None:
             super().__init__(spec, names, labels, **more)

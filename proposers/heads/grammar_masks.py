@@ -37,11 +37,14 @@ from vllm_mtpc.proposers.config.switches import logger
 
 @dataclass
 class Follower:
+    """The grammar of one request, and how far it has read the output."""
+
     grammar: Any  # a StructuredOutputGrammar; None while it is compiled, or if it cannot be followed
     num_read: int = 0  # output tokens that it has read
     compiling: Any = None  # the StructuredOutputRequest that is being compiled, or None
 
     def read(self, request_id: str, tokens: list[int]) -> None:
+        """Advance the grammar to the end of the request's output."""
         if self.grammar is not None and len(tokens) > self.num_read:
             if not self.grammar.accept_tokens(request_id, tokens[self.num_read :]):
                 self.grammar = None
@@ -50,6 +53,8 @@ class Follower:
 
 @dataclass
 class Masks:
+    """The grammars of one step's batch."""
+
     bitmask: Tensor | None  # [max_num_seqs, ceil(V / 32)] int32, one bit per token; None before the first grammar
     rows: dict[int, Follower] = field(default_factory=dict)  # by row of the batch
     unmasked: list[int] = field(default_factory=list)  # rows of structured requests without a follower
@@ -57,6 +62,8 @@ class Masks:
     _advanced: Counter[int] = field(default_factory=Counter)
 
     def around(self, pick: Pick) -> Pick:
+        """Return `pick` of masked and normalised conditionals; grammars advance by the picked drafts."""
+
         def masked(log_q: Tensor, k: int) -> Tensor:
             open_rows = [row for row in self.rows if row not in self.lengths]
             for row in open_rows:
@@ -80,6 +87,7 @@ class Masks:
         return masked if self.rows else pick
 
     def rewind(self) -> None:
+        """Take the drafts back from the grammars."""
         for row, count in self._advanced.items():
             self.rows[row].grammar.rollback(count)
         self._advanced.clear()
@@ -99,6 +107,8 @@ class HeadStructuredOutputManager(StructuredOutputManager):
 
 
 class Grammars:
+    """The grammars of all running requests; compiled in a thread."""
+
     def __init__(self, vllm_config: VllmConfig, is_masking: bool) -> None:
         given = vllm_config.structured_outputs_config
         self.vllm_config = vllm_config
@@ -110,6 +120,7 @@ class Grammars:
         self.starter = ThreadPoolExecutor(1)  # starts the manager, whose own threads compile
 
     def start(self, name: str, params: SamplingParams | None) -> None:
+        """Follow a new or restarted request if it is structured."""
         self.followers.pop(name, None)
         if (request := StructuredOutputRequest.from_sampling_params(params)) is not None:
             self.followers[name] = Follower(None, compiling=request if self.is_masking else None)
@@ -167,12 +178,16 @@ class Grammars:
 
 @dataclass
 class Structured:
+    """A structured request on Model Runner V2."""
+
     sampling_params: SamplingParams
     prompt_len: int
     output_token_ids: list[int]  # that the host has read
 
 
 class StructuredRequests:
+    """Structured requests on Model Runner V2, whose output is on the device."""
+
     def __init__(self, vllm_config: VllmConfig, states: RequestState) -> None:
         self.grammars = Grammars(vllm_config, is_masking=True)
         self.states = states
@@ -189,6 +204,7 @@ class StructuredRequests:
                 self.requests[new.req_id] = Structured(new.sampling_params, new.prompt_len, output)
 
     def rows(self, input_batch: InputBatch) -> list[int]:
+        """Return the rows of structured requests in a batch."""
         return [row for row, name in enumerate(input_batch.req_ids) if name in self.requests] if self.requests else []
 
     def masks(self, req_ids: list[str], slots: Tensor, num_sampled: Tensor) -> Masks:

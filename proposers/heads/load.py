@@ -41,15 +41,15 @@ def load_served_head(
     device: torch.device,
     target_model: nn.Module,
     target_dtype: torch.dtype,
-    head_dtype: str = "auto",
-    num_drafts: int | None = None,
+    head_dtype: str,
+    num_drafts: int,
 ) -> Head:
     """Load the head of a folder; raises on every rank if loading fails on one.
 
     Args:
         dtype, head_dtype: of its weights; `dtype` where head_dtype is "auto".
         target_model, target_dtype: vLLM's model, whose lm_head some heads use, and the dtype of its states.
-        num_drafts: the most drafts per step; None: all of the window.
+        num_drafts: the most drafts per step.
     """
     config, head = succeed_together(partial(_load, folder, dtype, device, head_dtype, num_drafts))
     if head.needs_lm_head:  # runs collectives
@@ -60,7 +60,7 @@ def load_served_head(
 
 
 def _load(
-    folder: str, dtype: torch.dtype, device: torch.device, head_dtype: str, num_drafts: int | None
+    folder: str, dtype: torch.dtype, device: torch.device, head_dtype: str, num_drafts: int
 ) -> tuple[HeadConfig, Head]:
     """Load the head without the target's lm_head; runs no collective."""
     num_ranks = _num_ranks()
@@ -72,7 +72,7 @@ def _load(
         logger.info("Unembeddings of the head: rows of rank %d of %d", rank, num_ranks)
     head.to(device)
     if isinstance(head, LinearHead) and device.type == "cpu":
-        head.pack(num_drafts + 1 if num_drafts else config.window)
+        head.pack(num_drafts + 1)
     return config, head
 
 
@@ -85,6 +85,7 @@ def kept(tensors: Iterable[Tensor]) -> nn.Module:
 
 
 def weights_dtype(head_dtype: str, default: torch.dtype) -> torch.dtype:
+    """Return the dtype that the option `head_dtype` names; auto: the default."""
     return default if head_dtype == "auto" else getattr(torch, head_dtype)
 
 

@@ -51,6 +51,7 @@ def attempt(call: Callable[[], Made], folder: str) -> Made:
 
 
 def release() -> None:
+    """Free the memory of a head that was given up."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

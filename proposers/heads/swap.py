@@ -46,7 +46,7 @@ def swap(runner: Any, path: str) -> dict[str, Any]:
     try:
         made = succeed_together(configure)
         if drafter is not None:  # None before the last pipeline stage
-            commit = succeed_together(lambda: drafter.prepared(made, runner.model))
+            commit = succeed_together(lambda: drafter.prepare_swap(made, runner.model))
     except Exception as error:
         raise ServeConfigError(f"the head is not swapped, {spec.model_folder} drafts on: {reason(error)}") from None
     if commit is not None:

@@ -68,5 +68,6 @@ class HeadEndpoint:
 
 
 def refused(message: str, code: int = 400) -> JSONResponse:
+    """Return an error reply in the form of vLLM's."""
     body = {"message": printable(message, 1000), "type": "BadRequestError", "code": code}
     return JSONResponse({"error": body}, status_code=code)

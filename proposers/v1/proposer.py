@@ -114,7 +114,7 @@ class MtpcProposer:
             self.draft_probs = self.draft_probs.to(device)
         log_drafts(self.vllm_config, "NONE")
 
-    def prepared(self, spec: Any, target_model: nn.Module) -> Callable[[], None]:
+    def prepare_swap(self, spec: Any, target_model: nn.Module) -> Callable[[], None]:
         """Load the head of another configuration; return what makes it the served one (heads/swap.py)."""
         head = self._load_head(spec.model_folder, target_model)
 

@@ -7,19 +7,10 @@ from vllm.triton_utils import tl, triton
 
 @triton.jit
 def gather_last_rows(
-    ends_ptr,
-    rejected_ptr,
-    sampled_ptr,
-    slot_ptr,
-    last_sampled_ptr,
-    last_sampled_stride,
-    next_prefill_ptr,
-    next_prefill_stride,
-    positions_ptr,
-    row_ptr,
-    first_ptr,
-    pos_ptr,
-):
+    ends_ptr, rejected_ptr, sampled_ptr, slot_ptr,
+    last_sampled_ptr, last_sampled_stride, next_prefill_ptr, next_prefill_stride,
+    positions_ptr, row_ptr, first_ptr, pos_ptr,
+):  # fmt: skip
     """Store row, first token and its position, each [R], int64 (`HeadSpeculator`), of the R requests of a batch.
 
     ends, rejected, sampled, slot: [R], end of a request's rows, rejected drafts, tokens, slot in vLLM's states.
@@ -37,20 +28,11 @@ def gather_last_rows(
 
 @triton.jit
 def place_query_rows(
-    slot_ptr,
-    row_ptr,
-    read_ptr,
-    table_ptr,
-    table_stride,
-    positions_ptr,
-    slots_ptr,
-    ends_ptr,
-    block_size,
-    max_len,
-    queries,
-    PAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    slot_ptr, row_ptr, read_ptr, table_ptr, table_stride,
+    positions_ptr, slots_ptr, ends_ptr,
+    block_size, max_len, queries,
+    PAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Place the queries of R requests after each request's last row; queries beyond `max_len` have no KV slot.
 
     slot, row: [R], slot in vLLM's states, -1: padding, which is not read; row of `gather_last_rows`.

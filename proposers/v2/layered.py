@@ -76,6 +76,8 @@ def load_draft_layers(target: nn.Module, vllm_config: VllmConfig, device: torch.
 
 
 class LayeredSpeculator(MtpcSpeculator):
+    """The drafts of a head with LoRA draft layers."""
+
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         head = super().load_draft_model(target_model, target_attn_layer_names)
         self.layers = load_draft_layers(target_model, self.vllm_config, self.device)
@@ -84,8 +86,8 @@ class LayeredSpeculator(MtpcSpeculator):
         return head
 
     @torch.inference_mode()
-    def prepared(self, made: Any, target_model: nn.Module) -> Callable[[], None]:
-        activate_head = super().prepared(made, target_model)
+    def prepare_swap(self, made: Any, target_model: nn.Module) -> Callable[[], None]:
+        activate_head = super().prepare_swap(made, target_model)
         info = read_adapters(Path(made.model_folder), made.head)
         lora = {name: value.to(self.device, self.dtype) for name, value in info.tensors.items()}
         copy_adapters = prepare_adapters(self.layers, lora, info.alpha / info.rank, target_model)

@@ -21,13 +21,15 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_mtpc.proposers.heads import ranks
-from vllm_mtpc.proposers.heads.counts import attach_counts, check_speculator
+from vllm_mtpc.proposers.heads.counts import attach_counts
 from vllm_mtpc.proposers.heads.grammar_masks import StructuredRequests
 
 GUARDED = ("load_model", "propose", "init_cudagraph_manager", "capture")
 
 
 class IdleSpeculator(BaseSpeculator):
+    """The speculator after a bundled head has failed."""
+
     is_idle = True
     supports_mm_inputs = False
     draft_logits = None
@@ -46,13 +48,6 @@ class IdleSpeculator(BaseSpeculator):
     def propose(self, input_batch: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Return zeros [R, K] for the step that the scheduler planned before it was informed."""
         return self.draft_tokens[: input_batch.num_reqs].zero_()
-
-
-def build_or_idle(build: Callable[[], BaseSpeculator], vllm_config: VllmConfig, device: torch.device) -> BaseSpeculator:
-    try:
-        return ranks.attempt(build, vllm_config.speculative_config.model_folder)
-    except ranks.GivenUp:
-        return IdleSpeculator(vllm_config, device)
 
 
 def guard(runner: Any) -> None:
@@ -83,18 +78,27 @@ def guard(runner: Any) -> None:
 
 
 def unguard(runner: Any) -> None:
+    """Let further errors of the speculator reach vLLM."""
     if not isinstance(runner.speculator, IdleSpeculator):
         for name in GUARDED:
             delattr(runner.speculator, name)
 
 
 def speculator_class(spec: Any) -> type:
+    """Return the class that `spec.speculator()` names."""
     return resolve_obj_by_qualname(f"vllm_mtpc.proposers.v2.{spec.speculator()}")
 
 
 def build_speculator(vllm_config: VllmConfig, device: torch.device) -> BaseSpeculator:
-    build = partial(speculator_class(vllm_config.speculative_config), vllm_config, device)
-    return build_or_idle(build, vllm_config, device) if vllm_config.speculative_config.is_bundled else build()
+    """Return the speculator of a configuration; for a bundled head that fails an idle one."""
+    spec = vllm_config.speculative_config
+    build = partial(speculator_class(spec), vllm_config, device)
+    if not spec.is_bundled:
+        return build()
+    try:
+        return ranks.attempt(build, spec.model_folder)
+    except ranks.GivenUp:
+        return IdleSpeculator(vllm_config, device)
 
 
 class RowLoraState(LoraState):
@@ -110,6 +114,8 @@ class RowLoraState(LoraState):
 
 
 class HeadModelRunner(GPUModelRunner):
+    """Additions to the V2 runner of any device."""
+
     def begin(self) -> None:
         spec = self.speculative_config
         if spec.aux_layers:  # the target returns the states that draft layers read
@@ -124,10 +130,8 @@ class HeadModelRunner(GPUModelRunner):
             guard(self)
 
     def ready(self) -> None:
-        if self.speculator is not None and not isinstance(self.speculator, IdleSpeculator):
-            if self.speculative_config.is_bundled:
-                unguard(self)
-            check_speculator(self.speculator)
+        if self.speculator is not None and self.speculative_config.is_bundled:
+            unguard(self)
 
     def add_requests(self, scheduler_output: Any) -> None:
         super().add_requests(scheduler_output)

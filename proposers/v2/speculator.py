@@ -43,7 +43,9 @@ from vllm_mtpc.kernels.filter import MAX_COMPONENTS
 from vllm_mtpc.kernels.leaf.kernel import batches
 from vllm_mtpc.plan.draft_schedule import expand_schedule
 from vllm_mtpc.proposers.config.draft_memory import rows_at_once
+from vllm_mtpc.proposers.config.switches import DEBUG, is_on
 from vllm_mtpc.proposers.config.versions import keys_noise_by_draft
+from vllm_mtpc.proposers.heads.counts import check_ranks
 from vllm_mtpc.proposers.heads.grammar_masks import Masks, StructuredRequests
 from vllm_mtpc.proposers.heads.load import kept, load_served_head, log_drafts, weights_dtype
 from vllm_mtpc.proposers.heads.swap import copy_tensors
@@ -156,6 +158,7 @@ class HeadSpeculator(DraftModelSpeculator):
         )
         ranges = self.speculative_config.num_speculative_tokens_per_batch_size
         self.drafts_by_batch = expand_schedule(ranges, self.max_num_reqs, self.num_speculative_steps)
+        self.is_debug = is_on(DEBUG, "0")
         self.graphs: DraftGraphs | None = None
         self.metadata: dict[str, Any] | None = None
         self.priorities = eager_priorities(vllm_config)
@@ -225,6 +228,8 @@ class HeadSpeculator(DraftModelSpeculator):
                 pos_ptr=self.first_pos,
             )
             self._draft_step(input_batch, states, num_sampled, num_drafts, dummy_run)
+            if self.is_debug and not dummy_run:
+                check_ranks(self.draft_tokens[:num_reqs, :num_drafts].tolist())
         if attn_metadata is not None:
             self._finish_step()
         return self.draft_tokens[:num_reqs]
@@ -283,6 +288,8 @@ class HeadSpeculator(DraftModelSpeculator):
 
 
 class MtpcSpeculator(HeadSpeculator):
+    """The drafts of a circuit head."""
+
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self.use_acceptance_estimator = False
@@ -308,7 +315,9 @@ class MtpcSpeculator(HeadSpeculator):
 
     def _load_head(self, target_model: nn.Module, folder: str) -> Head:
         dtype = self.speculative_config.head_dtype
-        return load_served_head(folder, self.dtype, self.device, target_model, self.dtype, dtype)
+        return load_served_head(
+            folder, self.dtype, self.device, target_model, self.dtype, dtype, self.num_speculative_steps
+        )
 
     def _set_head(self, head: Head) -> None:
         logits_dtype = self.dtype if head.needs_lm_head else head.hidden_dtype
@@ -333,7 +342,7 @@ class MtpcSpeculator(HeadSpeculator):
         return self.device.type != "cpu"
 
     @torch.inference_mode()
-    def prepared(self, made: Any, target_model: nn.Module) -> Callable[[], None]:
+    def prepare_swap(self, made: Any, target_model: nn.Module) -> Callable[[], None]:
         """Load the head of another speculative config; return what activates it (`heads/swap.py`)."""
         head = self._load_head(target_model, made.model_folder)
         if self.keeps_shapes:
@@ -346,12 +355,9 @@ class MtpcSpeculator(HeadSpeculator):
         return activate
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        has_fewer = self.speculative_config.is_planned
         self.graphs = DraftGraphs(
-            self.vllm_config,
-            self.device,
-            cudagraph_mode,
-            self.drafts_by_batch,
-            has_fewer=self.speculative_config.is_planned,
+            self.vllm_config, self.device, cudagraph_mode, self.drafts_by_batch, has_fewer=has_fewer
         )
 
     def _prepare_capture(self, num_reqs: int, num_drafts: int) -> Callable[[], None]:

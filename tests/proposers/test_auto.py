@@ -270,7 +270,7 @@ def runner_with(fails: str) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("fails", v2.GUARDED)
-def test_v2_drafts_nothing(fails: str, warned: list[str]) -> None:
+def test_v2_drafts_nothing(fails: str, warned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     runner, target = runner_with(fails), torch.nn.Linear(2, 2)
     runner.speculator.load_model(target)
     runner.speculator.init_cudagraph_manager(None)
@@ -280,8 +280,10 @@ def test_v2_drafts_nothing(fails: str, warned: list[str]) -> None:
     assert isinstance(runner.speculator, v2.IdleSpeculator) and len(warned) == 1
     assert runner.speculator.propose(SimpleNamespace(num_reqs=2)).tolist() == [[0] * 3] * 2
     config = runner.vllm_config
-    assert v2.build_or_idle(lambda: "made", config, CPU) == "made"
-    assert isinstance(v2.build_or_idle(raising, config, CPU), v2.IdleSpeculator)
+    config.speculative_config.is_bundled = True
+    for build, kind in ((SimpleNamespace, SimpleNamespace), (raising, v2.IdleSpeculator)):
+        monkeypatch.setattr(v2, "speculator_class", lambda spec, build=build: lambda *args: build())
+        assert type(v2.build_speculator(config, CPU)) is kind
     if fails == "load_model":  # the target is unchanged
         assert target(torch.ones(2)).shape == (2,)
         assert set(runner.vllm_config.compilation_config.static_forward_context) == {"layer.0"}

@@ -94,7 +94,7 @@ def swapped(setting: Setting, other: Path) -> dict[str, Any]:
         places = [part.data_ptr() for part in (*head.parameters(), *head.buffers())]
         found["old"] = drafted(made, 4, 4)
         new = SimpleNamespace(model_folder=str(other / "head"))
-        commit = made.prepared(new, Target(sizes.vocab_size, sizes.hidden_size))
+        commit = made.prepare_swap(new, Target(sizes.vocab_size, sizes.hidden_size))
         found["prepared"] = drafted(made, 4, 4)
         commit()
         found["swapped"] = drafted(made, 4, 4)

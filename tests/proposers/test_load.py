@@ -78,7 +78,7 @@ def save(folder: Path, head: str) -> Path:
 @pytest.mark.parametrize("head_dtype", [torch.float32, torch.bfloat16])
 def test_a_head_that_needs_one_reads_the_targets_lm_head(tmp_path: Path, target_dtype, head_dtype) -> None:
     target = FakeTarget(target_dtype)
-    head = load_served_head(str(save(tmp_path, "shared")), head_dtype, CPU, target, target_dtype)
+    head = load_served_head(str(save(tmp_path, "shared")), head_dtype, CPU, target, target_dtype, "auto", 3)
     hidden = torch.randn(3, D).to(head_dtype)
     leaf = head(hidden, 3).leaf
     assert leaf.shape == (3, 3, 2, V) and leaf.dtype == torch.float32
@@ -89,8 +89,8 @@ def test_a_head_that_needs_one_reads_the_targets_lm_head(tmp_path: Path, target_
     assert not any(name.startswith("lm_head") for name, _ in head.named_parameters())
 
 
-def served(folder: Path, dtype: torch.dtype, **options) -> nn.Module:
-    return load_served_head(str(folder), dtype, CPU, FakeTarget(torch.float32), torch.float32, **options)
+def served(folder: Path, dtype: torch.dtype, head_dtype: str = "auto") -> nn.Module:
+    return load_served_head(str(folder), dtype, CPU, FakeTarget(torch.float32), torch.float32, head_dtype, 2)
 
 
 @pytest.mark.parametrize("head_dtype", ["auto", "float32", "bfloat16", "float16"])
@@ -116,7 +116,7 @@ def test_large_unembeddings_are_divided_over_ranks(tmp_path: Path, monkeypatch, 
     monkeypatch.setattr(load, "_gather", lambda own: seen.append(own) or torch.cat([own] * 4))
     folder, bytes_needed = save(tmp_path, "linear"), 4 * 2 * V * D * dtype.itemsize
     monkeypatch.setitem(linear.SHARD_BYTES, "cpu", bytes_needed)
-    head = served(folder, dtype, num_drafts=2)
+    head = served(folder, dtype)
     params = head.draft_params(torch.randn(3, D), FIRST, 2)
     own = 2 * 2 * 4 // dtype.itemsize + 2 * 2 * 2  # two float32 numbers per component, then K r rows of logits
     assert [tuple(part.shape) for part in seen] == [(3, own)], "one gather of equal sizes"
@@ -124,7 +124,7 @@ def test_large_unembeddings_are_divided_over_ranks(tmp_path: Path, monkeypatch, 
     logits = seen[0][:, 2 * 2 * 4 // dtype.itemsize :].view(3, 2, 2, 2)
     assert (logits[..., rows:] == 0).all() and (logits[..., :rows] != 0).all(), "rows of this rank, filled up"
     monkeypatch.setitem(linear.SHARD_BYTES, "cpu", bytes_needed + 1)
-    served(folder, dtype, num_drafts=2).draft_params(torch.randn(3, D), FIRST, 2)
+    served(folder, dtype).draft_params(torch.randn(3, D), FIRST, 2)
     assert len(seen) == 1, "small ones are replicated"
 
 

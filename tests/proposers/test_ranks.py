@@ -173,7 +173,8 @@ def test_logits_that_the_target_changes_are_gathered(found: dict[int, list[dict[
 
 def failing_on_rank_1(rank: int, place: Path) -> dict[str, Any]:
     """What each failure ends with, and whether the same drafts are made after all of them."""
-    from vllm_mtpc.proposers.heads import counts, load, swap
+    from vllm_mtpc.proposers.config.switches import DEBUG
+    from vllm_mtpc.proposers.heads import load, swap
     from vllm_mtpc.proposers.heads import ranks as agreement
 
     def raising(*args: Any) -> Any:
@@ -187,10 +188,9 @@ def failing_on_rank_1(rank: int, place: Path) -> dict[str, Any]:
         return "no error"
 
     def compare(debug: str, num_drafts: int) -> str:
-        drafter = SimpleNamespace(propose=lambda *args, **given: torch.tensor([[1, 2, rank]]))
-        with mock.patch.dict(os.environ, {counts.DEBUG: debug}):
-            counts.check_speculator(drafter)
-        return outcome(lambda: drafter.propose(None, num_speculative_tokens=num_drafts))
+        with mock.patch.dict(os.environ, {DEBUG: debug}), speculator(Setting(place, 4)) as drafter:
+            drafter._draft_step = lambda *args: drafter.draft_tokens.copy_(torch.tensor([1, 2, rank, 0]))
+            return outcome(drafted, drafter, 1, num_drafts)
 
     def serve() -> Any:
         with speculator(Setting(place, 4)) as made:

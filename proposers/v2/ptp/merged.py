@@ -29,12 +29,16 @@ from vllm_mtpc.proposers.v2.ptp.ptp_speculator import PtpSpeculator
 
 
 class MergedOutput(NamedTuple):
+    """What `propose` reads of a merged pass."""
+
     hidden: Tensor  # [R * B, D], states of the auxiliary rows
     layout: Layout
     position: Tensor  # [R], of x, the last committed token
 
 
 class MergedSpeculator(PtpSpeculator):
+    """PTP drafts from groups of rows in the target's own pass."""
+
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         sequences = self.max_num_reqs + self.plan.max_groups

@@ -47,6 +47,8 @@ UNINFORMED = 0.5  # u of every row, for a head that was trained without u
 
 
 class PtpSpeculator(HeadSpeculator):
+    """PTP drafts from a second pass."""
+
     keeps_shapes = True  # a swapped head must have the served one's shapes
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
@@ -87,7 +89,7 @@ class PtpSpeculator(HeadSpeculator):
         return student
 
     @torch.inference_mode()
-    def prepared(self, made: Any, target_model: nn.Module) -> Callable[[], None]:
+    def prepare_swap(self, made: Any, target_model: nn.Module) -> Callable[[], None]:
         """Load the head of another speculative config; return what activates it (`heads/swap.py`)."""
         head = load_ptp(made.model_folder, self.dtype, self.device)
         scale = made.head.lora_alpha / made.head.lora_rank
