@@ -240,7 +240,7 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
         if vllm_config.lora_config is not None and HEADS[kind].needs_lm_head:
             raise ServeConfigError(
                 f"enable_lora with a head of kind {kind!r}: the LoRA layer of an lm_head takes one row per request; "
-                "allowed: heads of kind 'linear', 'mlp', 'transformer'; drop one of them"
+                "allowed: heads of kind 'linear'; drop one of them"
             )
         if is_v2 and self.min_acceptance:
             remedy = "allowed: 0; drop it, or type enable_adaptive_verification: true"

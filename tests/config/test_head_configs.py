@@ -146,25 +146,16 @@ def test_removed_support_is_refused_unless_it_is_off():
     assert "support=64: this option was removed; set support to null" in refusal("mtpc", edited("mtpc", "support", 64))
 
 
-@pytest.mark.parametrize(
-    "head, options",
-    [
-        ("linear", {}),
-        ("shared", {"expander_rank": 64}),
-        ("mlp", {"expander_layers": 1}),
-        ("transformer", {"expander_layers": 1, "expander_heads": 8}),
-    ],
-)
+@pytest.mark.parametrize("head, options", [("linear", {}), ("shared", {"expander_rank": 64})])
 def test_options_of_other_heads_are_not_written(head, options):
     values = json.loads(create(head=head).to_json())
     assert {key: values[key] for key in values if key in head_options()} == options
     assert HeadConfig.parse(values) == create(head=head)
-    named = {key: value * 2 if key != "expander_heads" else 2 for key, value in options.items()}
+    named = {key: value * 2 for key, value in options.items()}
     assert {key: getattr(create(head=head, **named), key) for key in options} == named
 
 
 def test_defaults_depend_on_the_target_and_the_variant():
-    assert create(head="transformer", target={**TARGET, "hidden_size": 12}).expander_heads == 4
     assert not PTP_OPTIONS & json.loads(create("ptp").to_json()).keys()
     late = create("ptp", variant="late", u_embedding="arithmetic-mlp", accepted=[1, 0, 0, 0, 0])
     assert (late.late_width, late.distribution_trust) == (8, 0.85)
@@ -209,13 +200,13 @@ WRONG: dict[str, list[tuple[str, Any, list[str]]]] = {
     "mtpc": [
         ("circuit", "spn", ["'spn'", "ff, cp, hmm, btree"]),
         ("circuit", "ff", ["num_components=2"]),
-        ("head", "lstm", ["'lstm'", "linear, shared, mlp, transformer, backbone"]),
+        ("head", "mlp", ["'mlp'", "linear, shared, backbone"]),
         ("head", "shared", ["'shared'", "needs expander_rank", "expander_rank=64"]),
         ("expander_rank", 4, ["expander_rank=4", "'linear'", "remove expander_rank"]),
         ("expander_rank", 0, ["expander_rank", "0", "1"]),
         ("component_rank", -1, ["component_rank", "greater than or equal to 0"]),
-        ("expander_layers", 10**9, ["expander_layers", "1000000000", "64"]),
-        ("expander_heads", "2", ["expander_heads", "'2'", "integer"]),
+        ("expander_rank", 10**9, ["expander_rank", "1000000000", "131072"]),
+        ("expander_rank", "2", ["expander_rank", "'2'", "integer"]),
         ("num_components", 10**9, ["num_components", "1000000000", "4096"]),
         ("hidden_state_layer", -2, ["hidden_state_layer", "-2", "-1"]),
         ("lora_layers", 3, ["lora_layers", "3", "0, 1, 2 or 4"]),
@@ -290,8 +281,6 @@ def test_content_that_is_not_a_head_config_is_refused(kind):
         ("mtpc", {"circuit": "spn"}, ["'spn'", "btree"]),
         ("mtpc", {"window": 1}, ["window=1"]),
         ("mtpc", {"window": 10**12}, ["window=1000000000000", "256"]),
-        ("mtpc", {"head": "mlp", "expander_heads": 2}, ["expander_heads=2", "'mlp'", "expander_layers"]),
-        ("mtpc", {"head": "transformer", "expander_heads": 3}, ["expander_heads=3", "hidden_size=8"]),
         ("mtpc", {"num_speculative_tokens": 5}, ["speculative_tokens=5", "at most 4"]),
         ("mtpc", {"target": {"hidden_size": 8}}, ["vocab_size"]),
         ("mtpc", {"target": {"vocab_size": 8}}, ["hidden_size"]),

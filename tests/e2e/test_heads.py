@@ -49,8 +49,6 @@ FAMILIES: dict[str, PretrainedConfig] = {
 HEADS: dict[str, dict[str, Any]] = {
     "linear": {},
     "shared": {"expander_rank": 16},
-    "mlp": {"expander_layers": 2},
-    "transformer": {"expander_layers": 2, "expander_heads": 4},
     "low rank": {"head": "shared", "expander_rank": 8, "component_rank": 8, "token_rank": 4},
 }
 EVERY_RUN = [("gemma2", "shared"), *(("llama", head) for head in HEADS if head != "shared")]

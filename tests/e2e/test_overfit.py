@@ -29,8 +29,6 @@ KINDS: dict[str, dict[str, Any]] = {  # circuits and heads
     "ff": {"circuit": "ff", "components": 1},
     "cp": {"circuit": "cp"},
     "hmm": {"circuit": "hmm"},
-    "mlp": {"head": "mlp"},
-    "transformer": {"head": "transformer"},
 }
 
 

@@ -62,7 +62,6 @@ BYTES, SUBWORDS = {"vocab_size": 257, "hidden_size": 128}, {"vocab_size": 128_25
 DIVIDED = {"vocab_size": 128_264, "hidden_size": 4096, "expander_rank": 64}
 HEADS: dict[str, dict[str, int]] = {  # the kind of head, and its sizes and options
     "linear": BYTES,
-    "mlp": {**BYTES, "expander_layers": 1},
     "linear, tokens": {**BYTES, "token_rank": 32},
     "shared": {**SUBWORDS, "expander_rank": 64},
     "shared, tokens": {**SUBWORDS, "expander_rank": 64, "token_rank": 32},

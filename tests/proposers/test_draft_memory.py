@@ -21,7 +21,6 @@ BATCH, VOCAB, DRAFTS = 24, 96, 4
 HEADS: dict[str, dict[str, Any]] = {
     "linear": {},
     "linear, tokens": {"token_rank": 4},
-    "mlp": {"head": "mlp"},
     "shared": {"head": "shared"},
     "shared, cp": {"head": "shared", "circuit": "cp"},
     "low rank": {"head": "shared", "component_rank": 4},

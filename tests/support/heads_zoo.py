@@ -16,8 +16,6 @@ OPTIONS = {
     "linear": {},
     "shared": {"expander_rank": 4},
     "low rank": {"expander_rank": 4, "component_rank": 2},
-    "mlp": {"expander_layers": 2},
-    "transformer": {"expander_layers": 2, "expander_heads": 4},
     "backbone": {
         "backbone_layers": 2,
         "backbone_heads": 4,

@@ -26,7 +26,6 @@ CASES = {
     "nll": {"circuit": "hmm"},
     "acceptance": {"beta": 1.0, "acceptance": 0.5, "train_first": False},
     "shared": {"head": "shared", "circuit": "cp"},
-    "transformer": {"head": "transformer"},
     "layers": {"lora_layers": 1, "learning_rate": 3e-3},
     "backbone": BACKBONE | {"learning_rate": 5e-3, "circuit": "ff", "components": 1, "component_rank": 0},
     **PTP_CASES,

@@ -46,7 +46,7 @@ class HeadConfig(Options):  # type: ignore[valid-type,misc]  # created from the 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         get_circuit(self.circuit, self.window, self.num_components)
-        check_head(self.head, self.hidden_size, {name: getattr(self, name) for name in head_options()})
+        check_head(self.head, {name: getattr(self, name) for name in head_options()})
         if self.head == "backbone":
             self._check_backbone()
         return self

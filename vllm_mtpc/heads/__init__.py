@@ -23,7 +23,7 @@ class Option(NamedTuple):
     ge: float | None = 1  # bounds; of a list those of its numbers
     le: float | None = None
     is_optional: bool = False  # a config may omit it, which means the default
-    divides: str | None = None  # "hidden_size", or another option of the head
+    divides: str | None = None  # another option of the head
     of_target: Callable[[Mapping[str, Any]], Any] | None = None  # the default, from the target's config; None: unknown
 
 
@@ -38,8 +38,6 @@ class Entry(NamedTuple):
 MAX_WIDTH = 2**17  # larger than in any model
 MAX_LIST = 16  # entries of a list
 RANK = Option("expander_rank", 64, "width of the low-rank expander", le=MAX_WIDTH)
-LAYERS = Option("expander_layers", 1, "blocks of the expander", le=64)
-ATTENTION_HEADS = Option("expander_heads", 8, "attention heads of a block", le=MAX_WIDTH, divides="hidden_size")
 TOKENS = Option(
     "token_rank", 0, "rank of the term that the token before adds to a leaf; 0: none", 0, 4096, is_optional=True
 )
@@ -104,8 +102,6 @@ BACKBONE = (
 HEADS = {
     "linear": Entry("vllm_mtpc.heads.linear:LinearHead", (TOKENS,)),
     "shared": Entry("vllm_mtpc.heads.shared:SharedHead", (RANK, COMPONENTS, TOKENS), needs_lm_head=True),
-    "mlp": Entry("vllm_mtpc.heads.linear:MlpHead", (LAYERS, TOKENS)),
-    "transformer": Entry("vllm_mtpc.heads.linear:TransformerHead", (LAYERS, ATTENTION_HEADS, TOKENS)),
     "backbone": Entry("vllm_mtpc.heads.backbone:BackboneHead", BACKBONE, needs_lm_head=True),
 }
 
@@ -121,8 +117,7 @@ def option_fields() -> dict[str, Any]:
     for name, option in head_options().items():
         owners = [head for head, entry in HEADS.items() if option in entry.options]
         shown = "every head" if len(owners) == len(HEADS) else f"head {' or '.join(owners)}"
-        divisor = ", or its greatest common divisor with D" if option.divides == "hidden_size" else ""
-        default = "from the target" if option.of_target else f"{option.default}{divisor}"
+        default = "from the target" if option.of_target else option.default
         bounds: dict[str, Any] = {"ge": option.ge, "le": option.le}
         kind: Any = type(option.default)
         if kind is list:
@@ -139,8 +134,8 @@ def check_head_name(name: str, *others: str) -> None:
         raise HeadConfigError(f"unknown head {name!r}; allowed: {allowed}; set head to one of them")
 
 
-def check_head(name: str, hidden_size: int, options: Mapping[str, Any]) -> None:
-    """Validate the options of head `name` by name (None: not set), for hidden states of `hidden_size`.
+def check_head(name: str, options: Mapping[str, Any]) -> None:
+    """Validate the options of head `name` by name (None: not set).
 
     Raises:
         HeadConfigError: the name is unknown, an option belongs to another head, is missing, or does not divide.
@@ -155,7 +150,7 @@ def check_head(name: str, hidden_size: int, options: Mapping[str, Any]) -> None:
             example = f"{key}={own[key].default}"
             raise HeadConfigError(f"head {name!r} needs {key}; add it to the config, for example {example}")
     for key, option in own.items():
-        divided = {"hidden_size": hidden_size, **options}.get(option.divides or "")
+        divided = options[option.divides] if option.divides else None
         if divided is not None and divided % options[key]:
             raise HeadConfigError(
                 f"{key}={options[key]} does not divide {option.divides}={divided}; set {key} to a divisor, for example "
@@ -170,8 +165,7 @@ def default_options(name: str, target: Mapping[str, Any]) -> dict[str, Any]:
         if option.is_optional:
             continue
         value = option.of_target and option.of_target(target)
-        value = option.default if value is None else value
-        found[option.name] = math.gcd(value, target["hidden_size"]) if option.divides == "hidden_size" else value
+        found[option.name] = option.default if value is None else value
     return found
 
 

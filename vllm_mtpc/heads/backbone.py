@@ -260,19 +260,19 @@ class BackboneHead(BorrowedLmHead):
         """As in Head, from the state of the first query."""
         return super().sum_logits(hidden[:, 0])
 
-    def states(self, prepared: Tensor, start: int, stop: int) -> Tensor:
+    def states(self, hidden: Tensor, start: int, stop: int) -> Tensor:
         """As in BorrowedLmHead, for positions after x_1."""
-        return prepared[:, start - self.from_anchor : stop - self.from_anchor, None]
+        return hidden[:, start - self.from_anchor : stop - self.from_anchor, None]
 
-    def unembed(self, prepared: Tensor, start: int, stop: int) -> Tensor:
+    def unembed(self, hidden: Tensor, start: int, stop: int) -> Tensor:
         """As in BorrowedLmHead; the leaf of x_1 is the same for every token and component."""
-        drafted = super().unembed(prepared, max(1, start), stop)
+        drafted = super().unembed(hidden, max(1, start), stop)
         return drafted if start else F.pad(drafted, (0, 0, 0, 0, 1, 0))
 
-    def draft_leaves(self, prepared: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
+    def draft_leaves(self, hidden: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
         """As in Head."""
-        evidence = torch.zeros(len(prepared), self.circuit.num_components, device=prepared.device)  # equal for all z
-        return evidence, self.unembed(prepared, 1, num_drafts + 1)
+        evidence = torch.zeros(len(hidden), self.circuit.num_components, device=hidden.device)  # equal for all z
+        return evidence, self.unembed(hidden, 1, num_drafts + 1)
 
 
 def windows_mask(starts: Tensor, document: Tensor, num_queries: int) -> Tensor:

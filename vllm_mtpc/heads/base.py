@@ -5,8 +5,8 @@ A head maps the target's last hidden state h to the parameters of a circuit (MtP
     leaf[k, z, :] = log_softmax(leaf_logits of position k, component z)       defined by the head
     root = log_softmax(R h)        inner[f, z, :] = log_softmax(W[f, z] h + b[f, z])       the same in every head
 
-With `token_rank` a leaf is also conditioned on the token before it (`kernels/bigram.py`). Training calls `prepare` once
-and `leaf_logits` for few positions at a time, because n * r * V logits are large. Serving calls `draft_params`.
+With `token_rank` a leaf is also conditioned on the token before it (`kernels/bigram.py`). Training calls the head,
+serving calls `draft_params`.
 """
 
 from __future__ import annotations
@@ -94,16 +94,8 @@ class Head(nn.Module, ABC):
         """Initialise the parameters of the leaves from torch's own generator."""
 
     @abstractmethod
-    def unembed(self, prepared: Tensor, start: int, stop: int) -> Tensor:
-        """Return the unnormalised leaves [B, k, r, V] of positions start .. stop - 1, from the result of `prepare`."""
-
-    def leaf_logits(self, prepared: Tensor, start: int, stop: int) -> Tensor:
-        """Return `unembed` in float32."""
-        return self.unembed(prepared, start, stop).float()
-
-    def prepare(self, hidden: Tensor) -> Tensor:
-        """Return the input of `unembed` for hidden [B, D]: work that positions share is done here, once."""
-        return hidden
+    def unembed(self, hidden: Tensor, start: int, stop: int) -> Tensor:
+        """Return the unnormalised leaves [B, k, r, V] of positions start .. stop - 1 for hidden [B, D]."""
 
     def bind_lm_head(self, logits: Callable[[Tensor], Tensor], shard: Shard | None = None) -> None:
         """Set the target's lm_head: hidden [..., D] -> logits [..., V], or the columns [..., shard.rows] of a rank.
@@ -138,7 +130,7 @@ class Head(nn.Module, ABC):
     def draft_params(self, hidden: Tensor, first: Tensor, num_drafts: int) -> DraftParams:
         """Return the inputs of `kernels.draft` for K drafts after first [B] int64, x_1; hidden [B, D] of any dtype."""
         hidden = hidden.to(self.hidden_dtype)
-        evidence, drafted = self.draft_leaves(self.prepare(hidden), first, num_drafts)
+        evidence, drafted = self.draft_leaves(hidden, first, num_drafts)
         return DraftParams(evidence, drafted, *self.sum_logits(hidden), first, self.bigram(num_drafts))
 
     def bigram(self, num_positions: int | None = None) -> Bigram | None:
@@ -147,14 +139,14 @@ class Head(nn.Module, ABC):
             return None
         return Bigram(self.token_source, self.token_target[:num_positions])
 
-    def draft_leaves(self, prepared: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
+    def draft_leaves(self, hidden: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
         """Return the evidence [B, r] of x_1 and the logits [B, K, r, V] of the drafts, as in `DraftParams`."""
-        logits = self.unembed(prepared, 0, num_drafts + 1)
+        logits = self.unembed(hidden, 0, num_drafts + 1)
         return evidence_of(logits[:, 0], first), logits[:, 1:]
 
     def forward(self, hidden: Tensor, num_positions: int | None = None) -> CircuitParams:
         """Return CircuitParams for hidden [B, D], of the first `num_positions` leaves (None: all)."""
-        leaf = self.leaf_logits(self.prepare(hidden), 0, num_positions or self.circuit.window)
+        leaf = self.unembed(hidden, 0, num_positions or self.circuit.window).float()
         return CircuitParams(leaf.log_softmax(dim=-1), *self.sums(hidden), self.bigram())
 
     @torch.no_grad()

@@ -1,12 +1,6 @@
-"""Heads with one trained unembedding U per position and component; sum weights are linear in the hidden state.
+"""Linear head: one trained unembedding U per position and component (MtPC paper, section 4).
 
-linear       leaf[k, z, :] = log_softmax(U[k, z] h)                              (MtPC paper, section 4, as the next)
-mlp          x <- x + silu(A[l, k, z] x + c[l, k, z]) for l = 1 .. expander_layers from x = h, then U[k, z] x
-transformer  x[k] = h + query[k], x <- blocks(x): pre-norm, attention among the n positions of one window; U[k, z] x[k]
-
-Difference from the paper: its transformer attends over the text's hidden states, with a KV cache of its own; this one
-attends within the window only and has no state between steps. Blocks are initialised to the identity and queries near
-zero: a new head is (nearly) the linear one.
+    leaf[k, z, :] = log_softmax(U[k, z] h)
 
 A server may divide the unembeddings over ranks (`shard_leaves`) and then lay out all weights for the processor
 (`pack`). Such a head can only draft.
@@ -17,7 +11,6 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm_mtpc.heads.base import INIT_STD, DraftParams, Head
@@ -60,13 +53,9 @@ class LinearHead(Head):
         """As in Head."""
         return self._hidden_dtype or super().hidden_dtype
 
-    def states(self, prepared: Tensor, start: int, stop: int) -> Tensor:
-        """Return the inputs of the unembeddings of a range of positions, [B, k or 1, r or 1, D]."""
-        return prepared[:, None, None]
-
-    def unembed(self, prepared: Tensor, start: int, stop: int) -> Tensor:
+    def unembed(self, hidden: Tensor, start: int, stop: int) -> Tensor:
         """As in Head."""
-        return leaf.logits(self.states(prepared, start, stop), self.leaf_weight[start:stop])
+        return leaf.logits(hidden[:, None, None], self.leaf_weight[start:stop])
 
     def draft_params(self, hidden: Tensor, first: Tensor, num_drafts: int) -> DraftParams:
         """As in Head; from one product of all packed weights after `pack`."""
@@ -82,21 +71,18 @@ class LinearHead(Head):
         root = root.float() if root.shape[1] else product.new_zeros(batch, r, dtype=torch.float32)
         return DraftParams(evidence, drafted, root, inner, first, self.bigram(num_drafts))
 
-    def draft_leaves(self, prepared: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
+    def draft_leaves(self, hidden: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
         """As in Head."""
-        if prepared.is_cuda:
-            return self._draft_apart(prepared, first, num_drafts)
-        logits = self.unembed(prepared, 0, num_drafts + 1)
+        if hidden.is_cuda:
+            return self._draft_apart(hidden, first, num_drafts)
+        logits = self.unembed(hidden, 0, num_drafts + 1)
         return self._join_ranks(logits[:, 0], logits[:, 1:], first)
 
-    def _draft_apart(self, prepared: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
+    def _draft_apart(self, hidden: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
         """draft_leaves by two products, which do not store the logits of x_1."""
-        states = self.states(prepared, 0, num_drafts + 1)
         first = first if self.shard is None else first - self.shard.start
-        terms = leaf.terms(states[:, 0], self.leaf_weight[0], first)
-        drafted = slice(1, num_drafts + 1)
-        states = states if states.shape[1] == 1 else states[:, drafted]
-        logits = leaf.logits(states, self.leaf_weight[drafted])
+        terms = leaf.terms(hidden[:, None], self.leaf_weight[0], first)
+        logits = self.unembed(hidden, 1, num_drafts + 1)
         return (terms[:, 1] - terms[:, 0], logits) if self.shard is None else self.shard.join(terms, logits)
 
     def _join_ranks(self, at_first: Tensor, drafted: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,77 +104,15 @@ class LinearHead(Head):
 
         Does nothing for other dtypes than bfloat16 and on CPUs without bfloat16 products.
         """
-        weights = [self.leaf_weight[:num_positions], self.root_weight, self.inner_weight]
-        is_one_product = type(self).states is LinearHead.states
-        can_pack = self.hidden_dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        if not is_one_product or not can_pack:
+        if self.hidden_dtype != torch.bfloat16 or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return
+        weights = [self.leaf_weight[:num_positions], self.root_weight, self.inner_weight]
         self._num_positions, self._hidden_dtype = num_positions, self.hidden_dtype
         none = weights[0].new_empty(0, self.hidden_size)
         rows = [none if weight is None else weight.reshape(-1, self.hidden_size) for weight in weights]
         self._parts = [len(part) for part in rows]
         self._packed = torch.ops.mkldnn._reorder_linear_weight(torch.cat(rows), 1)
         self.leaf_weight = self.root_weight = self.inner_weight = None
-
-
-class MlpHead(LinearHead):
-    """Leaf parameters: block_weight [L, n, r, D, D], block_bias [L, n, r, D] and leaf_weight [n, r, V, D]."""
-
-    component_dims: ClassVar = {**LinearHead.component_dims, "block_weight": (2,), "block_bias": (2,)}
-
-    def add_leaves(self, expander_layers: int) -> None:  # type: ignore[override]  # its own options
-        """As in Head."""
-        super().add_leaves()
-        shape = (expander_layers, self.circuit.window, self.circuit.num_components, self.hidden_size)
-        self.block_weight = nn.Parameter(torch.empty(*shape, self.hidden_size))
-        self.block_bias = nn.Parameter(torch.empty(shape))
-
-    def reset_leaves(self) -> None:
-        """As in Head."""
-        super().reset_leaves()
-        self.block_weight.zero_()
-        self.block_bias.zero_()
-
-    def states(self, prepared: Tensor, start: int, stop: int) -> Tensor:
-        """As in LinearHead."""
-        n, r = stop - start, self.circuit.num_components
-        state = prepared[:, None, None].expand(-1, n, r, -1)  # [B, k, z, D]
-        for weight, bias in zip(self.block_weight[:, start:stop], self.block_bias[:, start:stop], strict=True):
-            state = state + F.silu(torch.einsum("bkzd,kzed->bkze", state, weight) + bias)
-        return state
-
-
-class TransformerHead(LinearHead):
-    """Leaf parameters: query [n, D], `expander_layers` blocks of torch's TransformerEncoderLayer, leaf_weight."""
-
-    def add_leaves(self, expander_layers: int, expander_heads: int) -> None:  # type: ignore[override]
-        """As in Head."""
-        super().add_leaves()
-        self.query = nn.Parameter(torch.empty(self.circuit.window, self.hidden_size))
-        sizes = self.hidden_size, expander_heads, 4 * self.hidden_size  # the last: width of the MLP
-        options = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
-        blocks = (nn.TransformerEncoderLayer(*sizes, **options) for _ in range(expander_layers))
-        self.blocks = nn.ModuleList(blocks)
-
-    def reset_leaves(self) -> None:
-        """As in Head."""
-        super().reset_leaves()
-        self.query.normal_().mul_(INIT_STD)
-        for block in self.blocks:  # the other weights of a block keep torch's own initialisation
-            for output in (block.self_attn.out_proj, block.linear2):
-                output.weight.zero_()
-                output.bias.zero_()
-
-    def prepare(self, hidden: Tensor) -> Tensor:
-        """Return the states [B, n, D] of the window's positions."""
-        states = hidden[:, None] + self.query
-        for block in self.blocks:
-            states = block(states)
-        return states
-
-    def states(self, prepared: Tensor, start: int, stop: int) -> Tensor:
-        """As in LinearHead."""
-        return prepared[:, start:stop, None]
 
 
 def pays(num_bytes: int, num_ranks: int, device_type: str) -> bool:

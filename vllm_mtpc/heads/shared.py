@@ -55,7 +55,7 @@ class BorrowedLmHead(Head):
             self.component_out.normal_().mul_(INIT_STD)
 
     @abstractmethod
-    def states(self, prepared: Tensor, start: int, stop: int) -> Tensor:
+    def states(self, hidden: Tensor, start: int, stop: int) -> Tensor:
         """Return the inputs of lm_head at positions start to stop - 1: [B, k, r, D], or [B, k, 1, D] with a rank."""
 
     def bind_lm_head(self, logits: Callable[[Tensor], Tensor], shard: Shard | None = None) -> None:
@@ -79,9 +79,9 @@ class BorrowedLmHead(Head):
             )
         return self._lm_head[0](states)
 
-    def unembed(self, prepared: Tensor, start: int, stop: int) -> Tensor:
+    def unembed(self, hidden: Tensor, start: int, stop: int) -> Tensor:
         """As in Head, by `lm_head`."""
-        states = self.states(prepared, start, stop)
+        states = self.states(hidden, start, stop)
         base = self.lm_head(states)  # [B, k, r or 1, V]
         if not self.component_rank:
             return base
@@ -90,12 +90,12 @@ class BorrowedLmHead(Head):
             base[:, :, 0], states[:, :, 0], self.component_in[positions], self.component_out[positions]
         )
 
-    def draft_leaves(self, prepared: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
+    def draft_leaves(self, hidden: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
         """As in Head; with a shard the logits are this rank's columns [B, K, r, rows]."""
         shard = self.leaf_shard
         if shard is None:
-            return super().draft_leaves(prepared, first, num_drafts)
-        logits = self.unembed(prepared, 0, num_drafts + 1)
+            return super().draft_leaves(hidden, first, num_drafts)
+        logits = self.unembed(hidden, 0, num_drafts + 1)
         own = logits[:, 0, :, : shard.stop - shard.start]
         return shard.evidence(leaf.terms_of(own, first - shard.start)), logits[:, 1:]
 
@@ -120,12 +120,12 @@ class SharedHead(BorrowedLmHead):
         self.up_weight.normal_().mul_(INIT_STD)
         self.reset_components()
 
-    def states(self, prepared: Tensor, start: int, stop: int) -> Tensor:
+    def states(self, hidden: Tensor, start: int, stop: int) -> Tensor:
         """As in BorrowedLmHead."""
-        down = F.linear(prepared, self.down_weight[start:stop].reshape(-1, self.hidden_size))
-        low = F.silu(down).view(prepared.shape[0], stop - start, -1)  # [B, k, m]
+        down = F.linear(hidden, self.down_weight[start:stop].reshape(-1, self.hidden_size))
+        low = F.silu(down).view(hidden.shape[0], stop - start, -1)  # [B, k, m]
         change = torch.einsum("bkm,kzdm->bkzd", low, self.up_weight[start:stop])
-        return prepared[:, None, None] + change
+        return hidden[:, None, None] + change
 
 
 def add_components(base: Tensor, states: Tensor, component_in: Tensor, component_out: Tensor) -> Tensor:

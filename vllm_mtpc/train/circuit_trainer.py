@@ -35,8 +35,8 @@ class CircuitTrainer(Trainer):
     """Trains a circuit's head."""
 
     own = (
-        "circuit", "components", *head_options(), "freeze_backbone", "lora_layers", "beta", "kl", "kl_form",
-        "acceptance", "train_first", "cache",
+        "circuit", "components", *head_options(), "freeze_backbone", "lora_layers", "beta", "acceptance",
+        "train_first", "cache",
     )  # fmt: skip
     noun, kind_option, chosen_by = "circuits", "circuit", "another head"
 
@@ -67,8 +67,6 @@ class CircuitTrainer(Trainer):
             raise ValueError(f"{name} is of draft layers: remove {name}, or set lora_layers to 1, 2 or 4")
         get_circuit(options.circuit, options.window, options.num_components)
         check_head_name(options.head, *[method for method, family in FAMILIES.items() if family.trainer is not cls])
-        if options.beta == 0 and (options.kl, options.kl_form) != ("forward", "full"):
-            raise ValueError("kl and kl_form choose the KL, but beta is 0: give it a share, e.g. beta: 0.5")
         if options.freeze_backbone and (options.head != "backbone" or not options.init_from):
             raise ValueError("freeze_backbone needs a trained backbone: set head: backbone and init_from to its head")
         if options.head == "backbone" and options.train_first:

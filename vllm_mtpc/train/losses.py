@@ -51,7 +51,7 @@ def window_loss(
     weights = of_positions.to(chosen) * means
     terms = -(1 - options.beta) * chosen
     if options.beta > 0:
-        terms = terms + options.beta * _kl(log_q, log_p, tokens, options)
+        terms = terms + options.beta * (log_p.exp() * (log_p - log_q)).sum(-1)
     loss = (1 - options.acceptance) * (terms.masked_fill(~kept, 0) * weights).sum()
     if options.acceptance == 0:
         return loss
@@ -61,21 +61,8 @@ def window_loss(
     return loss + options.acceptance * (variation * drafted).sum()
 
 
-def _kl(log_q: Tensor, log_p: Tensor, tokens: Tensor, options: TrainOptions) -> Tensor:
-    if options.kl_form == "binary":
-        log_q, log_p = _against_rest(_at(log_q, tokens)), _against_rest(_at(log_p, tokens))  # [B, n, 2]
-    first, second = (log_p, log_q) if options.kl == "forward" else (log_q, log_p)
-    return (first.exp() * (first - second)).sum(-1)
-
-
 def _at(log_probs: Tensor, tokens: Tensor) -> Tensor:
     return log_probs.gather(-1, tokens.clamp(min=0).unsqueeze(-1))[..., 0]
-
-
-def _against_rest(log_prob: Tensor) -> Tensor:
-    """Return log (p, 1 - p), [..., 2]; 1 - p >= epsilon of the dtype."""
-    rest = (1 - log_prob.exp()).clamp(min=torch.finfo(log_prob.dtype).eps)
-    return torch.stack([log_prob, rest.log()], -1)
 
 
 def chunk_size(options: TrainOptions, head: Head) -> int:

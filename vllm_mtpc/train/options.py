@@ -30,7 +30,7 @@ class _FirstOptions(BaseModel):
     circuit: str = Field("btree", description=f"one of {', '.join(CIRCUITS)}")
     window: int = Field(16, ge=2, description="n, tokens of a window, the target's own included")
     components: int | None = Field(None, ge=1, description="r, latent states (default: 32, or the most a circuit has)")
-    head: str = Field("linear", description="linear, shared (large vocabularies), mlp, transformer or backbone; or ptp")
+    head: str = Field("linear", description="linear, shared (large vocabularies) or backbone; or ptp")
     init_from: str | None = Field(None, description="head to start from: of the same kind and circuit, or of ff or cp")
     freeze_backbone: bool = Field(False, description="head backbone: its draft layers stay those of init_from")
     lora_layers: Literal[0, 1, 2, 4] = Field(0, description="target layers that get draft adapters")
@@ -75,9 +75,7 @@ class TrainOptions(create_model("KindOptions", __base__=_FirstOptions, **option_
     top_k: int = Field(0, ge=0, description="top-k of that distribution; 0: off")
     top_p: float = Field(1.0, gt=0, le=1, description="top-p of that distribution; 1: off")
     gamma: float = Field(0.9, gt=0, le=1, description="position k counts gamma^(k-1)")
-    beta: float = Field(1.0, ge=0, le=1, description="share of KL to the target; the rest is likelihood of the text")
-    kl: Literal["forward", "reverse"] = Field("forward", description="direction: KL(target||draft) or the reverse")
-    kl_form: Literal["full", "binary"] = Field("full", description="over all tokens, or this one against the rest")
+    beta: float = Field(1.0, ge=0, le=1, description="share of KL(target||draft); the rest is likelihood of the text")
     acceptance: float = Field(
         0.9, ge=0, le=1, description="share of the total variation between target and draft in the loss"
     )
