@@ -26,8 +26,8 @@ def test_sweep_trains_every_run_once(tmp_path: Path, capsys: pytest.CaptureFixtu
     lines = [{"prompt_ids": [1, 2], "response_ids": [(3 * i + k) % 16 for k in range(60)]} for i in range(8)]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     common = {"target": str(tmp_path / "target"), "data": [str(tmp_path / "d.jsonl")], "window": 3, "device": "cpu"}
-    common |= {"max_steps": 2, "windows_per_step": 16, "seq_len": 32, "evaluation_sequences": 4}
-    common |= {"evaluation_prompt_tokens": 4, "evaluation_tokens": 10}
+    common |= {"max_steps": 2, "windows_per_step": 16, "seq_len": 32}
+    common |= {"evaluation_sequences": 4, "evaluation_tokens": 10}
     runs = {"circuit": {"circuit": "ff"}, "ptp": {"head": "ptp", "lora_rank": 2}}
     (tmp_path / "plan.yaml").write_text(json.dumps({"title": "PTP next to a circuit", "common": common, "runs": runs}))
     words = [str(tmp_path / "plan.yaml"), "--runs", str(tmp_path / "runs"), "--json", str(tmp_path / "table.json")]

@@ -14,6 +14,7 @@ from tests.support.requests import ON, RUNNERS
 from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads import build_head
+from vllm_mtpc.heads.init import init_from_lm_head
 from vllm_mtpc.heads.linear import SHARD_BYTES
 
 pytestmark = pytest.mark.slow
@@ -31,7 +32,7 @@ def make_models(folder: Path) -> None:
     config = HeadConfig.create(**sizes, target=target.config, verifier="../target")
     torch.manual_seed(0)
     head = build_head(config)
-    head.init_from_lm_head(target.lm_head.weight.detach(), seed=0)
+    init_from_lm_head(head, target.lm_head.weight.detach(), seed=0)
     assert head.leaf_weight.numel() * torch.bfloat16.itemsize >= SHARD_BYTES["cpu"]
     save_head(folder / "large" / "mtpc", config, head, {"command": "tests"}, "made by a test", torch.float32)
 

@@ -62,8 +62,6 @@ def test_leaves_computed_in_parts_equal_the_whole(name):
     parts = torch.cat([head.unembed(hidden, 0, 2), head.unembed(hidden, 2, 3), head.unembed(hidden, 3, 5)], 1)
     # Products of another size may be summed in another order: float32 rounding.
     torch.testing.assert_close(parts.log_softmax(-1), whole.leaf, rtol=1e-5, atol=1e-5)
-    for found, expected in zip(head.sums(hidden), whole[1:3], strict=True):
-        assert torch.equal(found, expected)
     torch.testing.assert_close(head(hidden, 3).leaf, whole.leaf[:, :3], rtol=1e-5, atol=1e-5)
 
 
@@ -114,8 +112,6 @@ def test_shared_head_starts_at_the_target_distribution(name):
 def test_head_without_lm_head_is_refused():
     with pytest.raises(HeadConfigError, match="bind_lm_head"):
         build("shared", bind=False)(hidden_states())
-    with pytest.raises(HeadConfigError, match="own unembedding"):
-        build("linear").bind_lm_head(lambda states: states)
 
 
 def test_lm_head_is_neither_parameter_nor_saved():

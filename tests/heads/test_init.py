@@ -188,7 +188,7 @@ def test_one_component_becomes_equal_ones_that_diverge():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the same head there and on a CPU")
 def test_a_head_on_the_gpu_starts_from_the_same_numbers():
     head, lm_head = build("cp", 2, n=3), torch.randn(V, D, generator=torch.Generator().manual_seed(3))
-    head.init_from_lm_head(lm_head, seed=0)
+    init_from_lm_head(head, lm_head, seed=0)
     expected = head.leaf_weight.clone()
-    head.cuda().init_from_lm_head(lm_head.cuda(), seed=0)
+    init_from_lm_head(head.cuda(), lm_head.cuda(), seed=0)
     torch.testing.assert_close(head.leaf_weight.cpu(), expected)

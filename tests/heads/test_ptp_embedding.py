@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_mtpc.errors import HeadConfigError
-from vllm_mtpc.heads.ptp.embedding import EMBEDDINGS, build_embedding, check_embedding
+from vllm_mtpc.heads.ptp.embedding import EMBEDDINGS, build_embedding, check_embedding, default_options
 
 torch.set_num_threads(1)
 # 0, the largest u, powers of two (where bits and thresholds change) and their neighbours, and some in between.
@@ -37,7 +37,7 @@ def points() -> torch.Tensor:
 def features(name: str, count: int | None) -> torch.Tensor:
     """What the linear layer of an embedding reads: its weight the unit matrix, its bias zero."""
     width = {"ieee": 32, "scalar": 1}.get(name, count)
-    embedding = build_embedding(name, width, features=count)
+    embedding = build_embedding(name, width, count, None)
     torch.nn.init.eye_(embedding.outer.weight)
     torch.nn.init.zeros_(embedding.outer.bias)
     return embedding(points())
@@ -53,7 +53,7 @@ def test_features_are_those_of_the_definition(name: str, count: int) -> None:
 
 
 def test_interpolation_lies_between_two_rows() -> None:
-    between = build_embedding("interpolation", SIZE, features=5)
+    between = build_embedding("interpolation", SIZE, 5, None)
     rows = between.rows.detach()
     for u, row in zip(POINTS, between(points()), strict=True):
         first = min(math.floor(u * 4), 3)
@@ -63,7 +63,7 @@ def test_interpolation_lies_between_two_rows() -> None:
 
 @pytest.mark.parametrize("name", ["scalar-mlp", "threshold-mlp", "arithmetic-mlp"])
 def test_a_small_network_is_linear_gelu_linear(name: str) -> None:
-    embedding = build_embedding(name, SIZE, hidden=3)
+    embedding = build_embedding(name, SIZE, 32, 3)
     plain = name.removesuffix("-mlp")
     values = torch.tensor([DEFINITIONS[plain](u, 32) for u in points().tolist()])
     hidden = torch.nn.functional.gelu(embedding.inner(values))
@@ -79,8 +79,9 @@ def test_u_is_not_rounded_to_the_dtype_of_the_weights(name: str, dtype: torch.dt
     An embedding of u in half precision is an injected fault; it must be seen where the features are not bits of u.
     """
     torch.manual_seed(0)
-    half = build_embedding(name, SIZE).to(dtype)
-    exact = build_embedding(name, SIZE)
+    options = default_options(name, SIZE)
+    sizes = name, SIZE, options.get("u_features"), options.get("u_hidden")
+    half, exact = build_embedding(*sizes).to(dtype), build_embedding(*sizes)
     exact.load_state_dict({key: value.float() for key, value in half.state_dict().items()})
     u = torch.rand(512)
     with torch.autocast("cpu", torch.bfloat16):  # as in training with precision bf16

@@ -30,7 +30,7 @@ PTP_CASES = {
     for name, own in {
         "ce": {},
         "bce": {"ptp_loss": "bce", "u_embedding": "arithmetic"},
-        "kl": {"variant": "c-ptp", "u_embedding": "threshold-mlp", "u_hidden": 8},
+        "kl": {"variant": "c-ptp", "u_embedding": "threshold-mlp"},
         "reverse-kl": {"variant": "c-ptp", "ptp_loss": "reverse-kl", "top_k": 6},
         "inverse": {"variant": "c-ptp", "ptp_loss": "inverse", "u_embedding": "threshold"},
         "baseline": {"variant": "independent"},
@@ -38,7 +38,6 @@ PTP_CASES = {
         "trust": LATE | {"distribution_trust": 0.8, "ptp_loss": "ce"},
         "own": {"proposals": "student", "temperature": 0.8, "u_embedding": "threshold"},
         "own c-ptp": {"proposals": "student", "variant": "c-ptp"},
-        "dataset": {"proposals": "dataset", "top_p": 0.9},
         "bf16": {"precision": "bf16"},
     }.items()
 }
@@ -49,8 +48,7 @@ def flags(place: Path, out: str, **changes: object) -> list[str]:
     values = {
         "target": place / "target", "data": place / "text.jsonl", "out": place / out, "circuit": "btree", "window": 4,
         "components": 2, "max_steps": 4, "windows_per_step": 64, "seq_len": 64, "log_every": 1, "learning_rate": 1e-2,
-        "evaluation_sequences": 4, "evaluation_prompt_tokens": 8, "evaluation_tokens": 12, "device": "cpu",
-        "block_rows": 6,
+        "evaluation_sequences": 4, "evaluation_tokens": 12, "device": "cpu", "block_rows": 6,
     }  # fmt: skip
     if changes.get("head") == "ptp":
         values |= {"circuit": None, "components": None}

@@ -174,6 +174,8 @@ def test_two_processes_train_as_one(place, parallel, head):
         ({"init_from": "{place}/small"}, "cannot start from a head of"),
         ({**DRAFT_LAYERS, "init_from": "{place}/small"}, "cannot start from a LinearHead"),
         ({"head": "ptp", "init_from": "{place}/small"}, "a head of method mtpc; a PTP head starts from a PTP head"),
+        ({"head": "ptp", "u_embedding": "bits"}, "unknown u_embedding 'bits'"),
+        ({"head": "ptp", "u_features": 8}, "u_features=8 is not an option of u_embedding 'ieee'"),
         ({"head": "ptp", "baseline": "{place}/small"}, "not a trained and measured head of variant independent"),
         ({"data": "{place}/keys.jsonl"}, "keys.jsonl:1: keys prompt; a record must be one of"),
         ({"data": "{place}/chat.jsonl"}, "chat.jsonl:1: the target's tokenizer has no chat template"),

@@ -160,7 +160,7 @@ def test_diverged_state_does_not_replace_a_good_one(tiny_target, tmp_path, monke
         return loss, watched
 
     monkeypatch.setattr(trainer, "train_step", injected)
-    with pytest.raises(CheckpointError, match=r"(nan|NaN or infinite) at step 4: .*; the state of step 2 is intact"):
+    with pytest.raises(CheckpointError, match=r"(nan|NaN or infinite) at step 4: .*step-2 is intact"):
         trainer.train()
     assert state.read_state(tmp_path / "state")["step"] == 2
     kept = load_file(tmp_path / "state" / "step-2" / "model.safetensors")
@@ -216,7 +216,7 @@ def test_incomplete_metrics_line_is_left_out(tmp_path):
 
 
 def test_results_use_the_rule_of_their_temperature(tiny_target, tmp_path):
-    few = {"evaluation_sequences": 6, "evaluation_prompt_tokens": 4, "evaluation_tokens": 20}
+    few = {"evaluation_sequences": 6, "evaluation_tokens": 20}
     options = options_for(tiny_target, tmp_path, dtype="float32", **few)
     trainer = CircuitTrainer(options, tiny_target)
     trainer.save({}, {"steps": 0})

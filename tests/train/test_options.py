@@ -70,8 +70,6 @@ def test_flags_are_converted_and_take_precedence_over_file(tmp_path):
         ("head: ptp\nptp_loss: inverse", "ptp_loss 'inverse' with variant 'o-ptp': allowed are ce, bce; set"),
         ("head: ptp\nvariant: c-ptp\nptp_loss: ce", "allowed are kl, reverse-kl, inverse"),
         ("head: ptp\nvariant: independent\nbaseline: b", "it is the baseline itself; remove baseline"),
-        ("head: ptp\nu_embedding: bits", "unknown u_embedding 'bits'"),
-        ("head: ptp\nu_features: 8", "u_features=8 is not an option of u_embedding 'ieee'"),
         ("head: ptp\ntemperature: 0", "temperature"),
     ],
 )
@@ -103,7 +101,6 @@ def test_bad_file_is_refused(tmp_path, text, message):
     [
         {"lora_rank": 8, "lora_layers": 1},
         {"head": "ptp", "lora_rank": 8, "lora_alpha": 4},
-        {"regenerate": 4, "regenerate_greedy_share": 0.5},
         {"data": ["a.txt", "name:config"], "split": "test"},
         {"data": ["."], "split": "test"},  # a folder may be of parquet files
     ],

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -21,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm_mtpc.circuits import Circuit, CircuitParams
-from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.leaf import evidence_of
 from vllm_mtpc.kernels.shard import Shard
@@ -57,7 +55,7 @@ class Head(nn.Module, ABC):
         options: the head's own options, passed to `add_leaves`.
     """
 
-    needs_lm_head: ClassVar[bool] = False  # True: call bind_lm_head before the head is used
+    needs_lm_head: ClassVar[bool] = False  # True: a `BorrowedLmHead`, which needs bind_lm_head before it is used
     # Dimensions of a parameter that run over components, along which a source head is repeated (`init_from_head`).
     component_dims: ClassVar[dict[str, tuple[int, ...]]] = {
         "root_weight": (0,),
@@ -97,14 +95,6 @@ class Head(nn.Module, ABC):
     def unembed(self, hidden: Tensor, start: int, stop: int) -> Tensor:
         """Return the unnormalised leaves [B, k, r, V] of positions start .. stop - 1 for hidden [B, D]."""
 
-    def bind_lm_head(self, logits: Callable[[Tensor], Tensor], shard: Shard | None = None) -> None:
-        """Set the target's lm_head: hidden [..., D] -> logits [..., V], or the columns [..., shard.rows] of a rank.
-
-        Raises:
-            HeadConfigError: the head has its own unembedding.
-        """
-        raise HeadConfigError(f"{type(self).__name__} has its own unembedding; bind no lm_head to it")
-
     def sum_logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits of the root [B, r] and of the inner sums [B, F, r, r] for hidden [B, D], float32."""
         batch, r = hidden.shape[0], self.circuit.num_components
@@ -116,11 +106,6 @@ class Head(nn.Module, ABC):
             return root, root.new_zeros(batch, 0, r, r)
         inner = F.linear(hidden, self.inner_weight.reshape(-1, self.hidden_size)).float()
         return root, inner.view(batch, -1, r, r) + self.inner_bias.float()
-
-    def sums(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `sum_logits`, normalised over the last dimension."""
-        root, inner = self.sum_logits(hidden)
-        return root.log_softmax(dim=-1), inner.log_softmax(dim=-1)
 
     @property
     def hidden_dtype(self) -> torch.dtype:
@@ -147,7 +132,8 @@ class Head(nn.Module, ABC):
     def forward(self, hidden: Tensor, num_positions: int | None = None) -> CircuitParams:
         """Return CircuitParams for hidden [B, D], of the first `num_positions` leaves (None: all)."""
         leaf = self.unembed(hidden, 0, num_positions or self.circuit.window).float()
-        return CircuitParams(leaf.log_softmax(dim=-1), *self.sums(hidden), self.bigram())
+        root, inner = self.sum_logits(hidden)
+        return CircuitParams(leaf.log_softmax(-1), root.log_softmax(-1), inner.log_softmax(-1), self.bigram())
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

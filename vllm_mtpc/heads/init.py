@@ -19,7 +19,7 @@ INHERITED_STAY = 0.999
 
 @torch.no_grad()
 def init_from_lm_head(head: Head, weight: Tensor, seed: int) -> None:
-    """Start the leaves of a head at the target's lm_head; a head that reads that lm_head is not changed.
+    """Start the leaves of a linear head at the target's lm_head; a head that reads that lm_head is not changed.
 
     Args:
         head: its leaves are written.
@@ -42,7 +42,10 @@ def init_from_lm_head(head: Head, weight: Tensor, seed: int) -> None:
     if len(blocks) > 1:
         position = torch.arange(head.circuit.window, device=weight.device)
         blocks = blocks[position.clamp(max=len(blocks) - 1), None]
-    head.init_from_lm_head(blocks, seed)
+    noise = weight.new_zeros(())
+    if head.circuit.num_components > 1:
+        noise = torch.randn(head.leaf_weight.shape, generator=torch.Generator().manual_seed(seed))
+    head.leaf_weight.copy_(blocks + noise.to(weight) * (INIT_STD * width**-0.5))
 
 
 @torch.no_grad()

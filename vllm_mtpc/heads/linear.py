@@ -40,14 +40,6 @@ class LinearHead(Head):
         """As in Head."""
         self.leaf_weight.normal_().mul_(INIT_STD)
 
-    @torch.no_grad()
-    def init_from_lm_head(self, weight: Tensor, seed: int) -> None:
-        """Start the leaves at an lm_head [V, D], or [n, 1, V, D] of each position; noise makes components differ."""
-        noise = weight.new_zeros(())
-        if self.circuit.num_components > 1:
-            noise = torch.randn(self.leaf_weight.shape, generator=torch.Generator().manual_seed(seed))
-        self.leaf_weight.copy_(weight + noise.to(weight) * (INIT_STD * self.hidden_size**-0.5))
-
     @property
     def hidden_dtype(self) -> torch.dtype:
         """As in Head."""

@@ -70,7 +70,8 @@ class HiddenSource(Protocol):
 
     rows: Rows
 
-    def hidden(self, row_indices: Tensor) -> Any: ...
+    def hidden(self, row_indices: Tensor) -> Any:
+        """Return the states of rows[row_indices [B]]: [B, S, D], or a block of a PTP head."""
 
 
 @dataclass
@@ -151,7 +152,6 @@ def write_cache(
         "seq_len": seq_len,
         "hidden_size": source.hidden_size,
         "dtype": str(source.dtype).removeprefix("torch."),
-        "layer": None,  # states after the final norm
         "layers": list(layers),
         "rows_per_shard": per_shard,
     }

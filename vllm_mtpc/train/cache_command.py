@@ -14,12 +14,14 @@ SHARED = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `vllm-mtpc cache`."""
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="continued if it exists")
     add_flags(parser, TrainOptions, only=SHARED)
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="on disk")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Write the cache and return the exit code."""
     from vllm_mtpc.hf import choose_device
     from vllm_mtpc.train.cache import DTYPES, write_cache
     from vllm_mtpc.train.run import read_data, read_target, settled

@@ -20,6 +20,7 @@ RESPONSE_TOKENS, CROPS = 128, 8  # of a regenerated response; prompts cut from r
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `vllm-mtpc train`."""
     parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, max_help_position=34)
     parser.usage = "%(prog)s --target MODEL --data DATA... --out FOLDER [options]"
     parser.add_argument(
@@ -29,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Train and return the exit code."""
     options = read_options(args)
     check_out(options)
     from vllm_mtpc.train.run import on_ray, settled, train
@@ -87,7 +89,7 @@ def with_responses(options: TrainOptions) -> TrainOptions:
             "regenerate with several processes: vLLM would start in each; type vllm-mtpc regenerate first and train on "
             "the file it writes"
         )
-    greedy = round(options.regenerate * options.regenerate_greedy_share)
+    greedy = round(options.regenerate * options.trainer.greedy_share)
     sampled: dict[str, Any] = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
     ways = {"sampled": (options.regenerate - greedy, sampled), "greedy": (greedy, {"temperature": 0.0})}
     shared = {name: getattr(options, name) for name in ("target", "data", "seed", "split")}

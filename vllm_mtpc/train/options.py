@@ -61,7 +61,6 @@ class TrainOptions(create_model("KindOptions", __base__=_FirstOptions, **option_
     baseline: str | None = Field(None, description="head of variant independent, trained alike, to compare with")
     u_embedding: str = Field("ieee", description="embedding of u: ieee, scalar, threshold, arithmetic, ...")
     u_features: int | None = Field(None, ge=1, description="features of u, for embeddings with a free number")
-    u_hidden: int | None = Field(None, ge=1, description="width of an embedding in -mlp (default: D)")
     late_width: int | None = Field(None, ge=1, description="variant late: width of its network (default: D)")
     distribution_trust: float | None = Field(
         None, gt=0, lt=1, description="variant late: trust in its network (default: 0.85)"
@@ -69,7 +68,7 @@ class TrainOptions(create_model("KindOptions", __base__=_FirstOptions, **option_
     ptp_loss: Literal["ce", "bce", "kl", "reverse-kl", "inverse"] | None = Field(
         None, description="loss of the rows (default: by variant)"
     )
-    proposals: Literal["teacher", "dataset", "student"] = Field("teacher", description="text that is trained on")
+    proposals: Literal["teacher", "student"] = Field("teacher", description="text that is trained on")
     u_beta: float = Field(1.0, gt=0, description="place of u in its token's interval: Beta(b, b)")
     temperature: float = Field(1.0, gt=0, description="of the distribution that u picks from")
     top_k: int = Field(0, ge=0, description="top-k of that distribution; 0: off")
@@ -92,7 +91,6 @@ class TrainOptions(create_model("KindOptions", __base__=_FirstOptions, **option_
     cache: Path | None = Field(None, description="folder of hidden states on disk; written if it does not exist")
     block_rows: int | None = Field(None, ge=1, description="rows whose windows are shuffled together (default: 1 GiB)")
     regenerate: int = Field(0, ge=0, description="train on this many responses that vLLM writes first; 0: on the data")
-    regenerate_greedy_share: float = Field(0.2, ge=0, le=1, description="share of the responses at temperature 0")
     target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="of the target")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     attention: Literal["auto", "torch", "xformers"] = Field("auto", description="attention over packed rows")
@@ -102,7 +100,6 @@ class TrainOptions(create_model("KindOptions", __base__=_FirstOptions, **option_
     resume: bool = Field(False, description="go on from the trainer state in the out folder")
     log_every: int = Field(10, ge=1, description="steps between lines of metrics.jsonl")
     evaluation_sequences: int | None = Field(None, ge=0, description="held-out texts (default: up to 64); 0: none")
-    evaluation_prompt_tokens: int = Field(32, ge=1, description="tokens of a held-out prompt cut from text")
     evaluation_tokens: int = Field(96, ge=1, description="tokens of each")
 
     @model_validator(mode="before")
@@ -110,8 +107,7 @@ class TrainOptions(create_model("KindOptions", __base__=_FirstOptions, **option_
     def _add_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
         if "law_trust" in values:
             warnings.warn("law_trust is now distribution_trust, and is read for one more release", stacklevel=2)
-            values = {"distribution_trust": values["law_trust"]} | values
-            del values["law_trust"]
+            values = {"distribution_trust" if key == "law_trust" else key: value for key, value in values.items()}
         return {**_trainer(values.get("head")).defaults, **values}
 
     @model_validator(mode="after")

@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 
 from vllm_mtpc.data.sources import is_path
 from vllm_mtpc.errors import CheckpointError, first_line
+from vllm_mtpc.files import read_json
 from vllm_mtpc.train.options import TrainOptions
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ SAME_SECONDS = 2.0  # torchrun's agent sends a signal to its processes a second 
 # Options that may change between a run and its continuation: duration, speed and place, not the trained weights.
 FREE = {
     "out", "max_steps", "epochs", "resume", "save_minutes", "log_every", "device", "ray_workers", "chunk_windows",
-    "cache", "evaluation_sequences", "evaluation_tokens", "evaluation_prompt_tokens", "dtype",
-    "num_speculative_tokens", "verifier", "attention", "dry_run", "minutes",
+    "cache", "evaluation_sequences", "evaluation_tokens", "dtype", "num_speculative_tokens", "verifier", "attention",
+    "dry_run", "minutes",
 }  # fmt: skip
 NAMES = ("target", "data", "validation_data", "init_from")  # may be paths
 
@@ -108,7 +109,9 @@ def load_state(folder: Path, accelerator: Accelerator, options: TrainOptions) ->
     try:
         accelerator.load_state(str(path))
     except Exception as error:  # torch and safetensors raise many kinds for a damaged file
-        raise _damaged(path, error) from None
+        raise CheckpointError(
+            f"{path} is damaged ({first_line(error)}); delete it and train again without --resume"
+        ) from None
     return values["step"]
 
 
@@ -116,21 +119,14 @@ def read_state(folder: Path) -> dict[str, Any]:
     """Return step and options of the last state; raises CheckpointError."""
     if (path := latest_state(folder)) is None:
         raise CheckpointError(f"{folder} holds no trainer state; run without --resume to start one")
-    try:
-        values = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
-        defaults = {name: field.default for name, field in TrainOptions.model_fields.items()}
-        return {"step": values["step"], "options": defaults | values["options"]}
-    except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(path, error) from None
+    values = read_json(path / RUN_FILE)
+    defaults = {name: field.default for name, field in TrainOptions.model_fields.items()}
+    return {"step": values["step"], "options": defaults | values["options"]}
 
 
 def changed_option(values: dict[str, Any], options: TrainOptions) -> str | None:
     """Return the first option of a state's run that differs in these options and changes the trained weights."""
     return min((key for key, ours in identity(options).items() if ours != values["options"].get(key)), default=None)
-
-
-def _damaged(path: Path | None, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{path} is damaged ({first_line(error)}); delete it and train again without --resume")
 
 
 def use_plain_names(accelerator: Accelerator) -> None:
@@ -141,7 +137,7 @@ def use_plain_names(accelerator: Accelerator) -> None:
 
     def unwrap(models: list[Any], folder: str) -> None:
         if not accelerator.distributed_type.endswith("FSDP"):
-            models[:] = [accelerator.unwrap_model(model) for model in models]
+            models[:] = map(accelerator.unwrap_model, models)
 
     accelerator.register_save_state_pre_hook(remove_prefix)
     accelerator.register_load_state_pre_hook(unwrap)
@@ -188,7 +184,7 @@ class Stopping:
             os.kill(os.getpid(), number)
 
     def due(self) -> bool:
-        """Return whether the state is saved after this step; update `signal` and `share`."""
+        """Return whether to save the state after this step; update `signal` and `share`."""
         now = time.monotonic()
         wanted = [now - self._saved_at >= self._seconds, self._received, (now - self._began) / self.limit]
         if self._group is not None:
@@ -196,8 +192,6 @@ class Stopping:
             dist.all_reduce(largest, dist.ReduceOp.MAX, self._group)
             wanted = largest.tolist()
         self.signal, self.share = int(wanted[1]), wanted[2]
+        if any(wanted[:2]):
+            self._saved_at = now
         return any(wanted[:2])
-
-    def saved(self) -> None:
-        """Restart the minutes to the next state."""
-        self._saved_at = time.monotonic()

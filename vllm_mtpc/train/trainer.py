@@ -44,6 +44,7 @@ BETAS = (0.9, 0.95)  # of AdamW in the MtPC authors' code; their paper names Ada
 WARMUP_STEPS, MAX_NORM = 30, 1.0  # steps of linear warm-up, and the largest norm of the gradient
 BLOCK_BYTES = 1 << 30
 SEQUENCES, MIN_SEQUENCES = 64, 8  # default number of held-out texts, and the number that is always measured
+PROMPT_TOKENS = 32  # of a held-out prompt that is cut from text
 SEEDS = {"t1": 101, "t0": 102}
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False)
 
@@ -85,6 +86,7 @@ class Trainer(ABC):
     kind_option: ClassVar[str]  # "circuit" or "variant"
     chosen_by: ClassVar[str]  # the option that selects this family
     defaults: ClassVar[Mapping[str, Any]] = {}  # defaults that differ from those of TrainOptions
+    greedy_share: ClassVar[float] = 0.2  # of the responses of `regenerate`
     draw: Callable[[int, int], Tensor] | None = None  # random numbers of windows, see WindowSource
     loss_unit = "nats per token"
     needs_v2 = False  # whether only Model Runner V2 serves the head
@@ -101,7 +103,6 @@ class Trainer(ABC):
         self.config = self.head_config(options, target.model.config, self.verifier, sizes)
         self.folder = options.out / STATE_FOLDER
         self.step = 0
-        self.saved: int | None = None  # step of the saved state
         self.tokens_per_second = 0.0
         self.setup_model()
 
@@ -165,7 +166,7 @@ class Trainer(ABC):
     def train(self) -> None:
         """Run all steps, or those before a signal (`stopping.signal`) or the end of the minutes, and save the state."""
         if self.options.resume:
-            self.step = self.saved = state.load_state(self.folder, self.accelerator, self.options)
+            self.step = state.load_state(self.folder, self.accelerator, self.options)
         self._start_metrics()
         batches, started, tokens = self.windows.batches(self.step), time.monotonic(), 0
         total = None if self.steps == UNLIMITED else self.steps
@@ -194,6 +195,7 @@ class Trainer(ABC):
 
     @property
     def is_finished(self) -> bool:
+        """Whether all steps are done, a signal came or the minutes are over."""
         return self.step >= self.steps or bool(self.stopping.signal) or self.stopping.share >= 1
 
     def train_step(self, batch: Windows, rate: float, watch: bool) -> tuple[Tensor, Tensor | None]:
@@ -211,8 +213,6 @@ class Trainer(ABC):
         """Save the trainer's state; raises CheckpointError for weights that are not finite and for a full disk."""
         self._check_weights()
         state.save_state(self.folder, self.accelerator, self.step, self.options)
-        self.saved = self.step
-        self.stopping.saved()
 
     def weights(self) -> dict[str, Tensor]:
         """Return the head's weights on the host, frozen ones included, gathered from all processes."""
@@ -231,9 +231,8 @@ class Trainer(ABC):
             raise self._diverged("weights or their moments are NaN or infinite")
 
     def _diverged(self, what: str) -> state.CheckpointError:
-        kept = "; no state was saved before"
-        if self.saved is not None:
-            kept = f" into another out folder; the state of step {self.saved} is intact ({self.folder})"
+        before = state.latest_state(self.folder)
+        kept = f" into another out folder; {before} is intact" if before else "; no state was saved before"
         return state.CheckpointError(
             f"{what} at step {self.step}: lower learning_rate, or use precision float32, and train again{kept}"
         )
@@ -337,7 +336,7 @@ def held_out_prompts(options: TrainOptions, target: Target, documents: Documents
     count = SEQUENCES if options.evaluation_sequences is None else options.evaluation_sequences
     if not count:
         return []
-    texts = prompts(documents, count, options.evaluation_prompt_tokens, options.seed)
+    texts = prompts(documents, count, PROMPT_TOKENS, options.seed)
     check_length(target.name, target.config, texts, options.evaluation_tokens + options.window, "--evaluation-tokens")
     return texts
 

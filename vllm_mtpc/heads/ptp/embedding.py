@@ -129,13 +129,7 @@ def default_options(name: str, hidden_size: int) -> dict[str, int]:
     return options | ({"u_hidden": hidden_size} if name in _COUNTS and name.endswith("-mlp") else {})
 
 
-def build_embedding(
-    name: str, hidden_size: int, features: int | None = None, hidden: int | None = None
-) -> AuxEmbedding:
-    """Return an untrained embedding on the default device and dtype; options that are None have their defaults."""
-    options = default_options(name, hidden_size)
-    features = options.get("u_features") if features is None else features
-    hidden = options.get("u_hidden") if hidden is None else hidden
-    check_embedding(name, features, hidden)
+def build_embedding(name: str, hidden_size: int, features: int | None, hidden: int | None) -> AuxEmbedding:
+    """Return an untrained embedding on the default device and dtype; options as in `check_embedding`."""
     count, plain = features or _COUNTS[name], name.removesuffix("-mlp")
     return _Features(plain, count, hidden, hidden_size) if plain in _FEATURES else _Rows(count, hidden_size)

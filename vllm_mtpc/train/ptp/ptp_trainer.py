@@ -21,7 +21,6 @@ from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.ptp_acceptance import measure_ptp
 from vllm_mtpc.eval.text import Samples, Sampling
 from vllm_mtpc.files import read_json
-from vllm_mtpc.heads.ptp.embedding import check_embedding, default_options
 from vllm_mtpc.heads.ptp.student import Student
 from vllm_mtpc.train.card import head_card, provenance
 from vllm_mtpc.train.options import TrainOptions
@@ -32,10 +31,10 @@ SHUFFLE_COST = 0.1  # a head that uses u loses this share of its correct drafts,
 # Options that a baseline and the head compared with it share, next to the data.
 OF_BASELINE = (
     *("target", "window", "lora_rank", "lora_alpha", "max_steps", "epochs", "windows_per_step", "seq_len", "gamma"),
-    *("temperature", "top_k", "top_p", "evaluation_sequences", "evaluation_tokens", "evaluation_prompt_tokens"),
+    *("temperature", "top_k", "top_p", "evaluation_sequences", "evaluation_tokens"),
 )
 SAMPLING = ("temperature", "top_k", "top_p")  # of the distribution that u selects from
-OF_HEAD = ("variant", "u_embedding", "u_features", "u_hidden", "late_width", "distribution_trust")
+OF_HEAD = ("variant", "u_embedding", "u_features", "late_width", "distribution_trust")
 
 
 class PtpTrainer(Trainer):
@@ -44,10 +43,12 @@ class PtpTrainer(Trainer):
     own = (*OF_HEAD, "baseline", "ptp_loss", "proposals", "u_beta", *SAMPLING)
     noun, kind_option, chosen_by = "PTP heads", "variant", "head ptp"
     student_class = Student
-    defaults = {"windows_per_step": 512, "learning_rate": 1e-3, "regenerate_greedy_share": 0.0}  # noqa: RUF012
+    defaults = {"windows_per_step": 512, "learning_rate": 1e-3}  # noqa: RUF012
+    greedy_share = 0.0
     needs_v2 = True
 
     def setup_model(self) -> None:
+        """As in Trainer."""
         options = self.options
         self.student = self.student_class(self.target, self.config)
         self.baseline = baseline_figures(options) if options.baseline else {}
@@ -59,18 +60,16 @@ class PtpTrainer(Trainer):
 
     @classmethod
     def check(cls, options: TrainOptions) -> None:
+        """As in Trainer."""
         if options.baseline and options.variant == "independent":
             raise ValueError("baseline with variant 'independent': it is the baseline itself; remove baseline")
-        asked = default_options(options.u_embedding, options.u_hidden or 1)
-        given = {"u_features": options.u_features, "u_hidden": options.u_hidden}
-        asked |= {key: value for key, value in given.items() if value is not None}
-        check_embedding(options.u_embedding, asked.get("u_features"), asked.get("u_hidden"))
         loss_name(options)
         if options.parallel == "fsdp":
             raise ValueError("parallel=fsdp with head ptp: its adapters are trained with ddp; set parallel: ddp")
 
     @staticmethod
     def head_config(options: TrainOptions, target: Any, verifier: str, sizes: dict[str, Any]) -> PtpConfig:
+        """As in Trainer."""
         text = target.get_text_config()
         sizes = {"architectures": target.architectures, "num_hidden_layers": text.num_hidden_layers, **sizes}
         return PtpConfig.create(
@@ -83,6 +82,7 @@ class PtpTrainer(Trainer):
 
     @staticmethod
     def check_start(options: TrainOptions, config: PtpConfig) -> None:
+        """As in Trainer."""
         if options.baseline:
             baseline_figures(options)
         if not (name := options.init_from):
@@ -100,6 +100,7 @@ class PtpTrainer(Trainer):
                 raise UsageError(f"init_from={name} has {key}={theirs}, this run {ours}; set {key} to {theirs}")
 
     def source(self, rows: Rows) -> PrefixSource:
+        """As in Trainer."""
         return PrefixSource(self.student, rows, self.options)
 
     def state_size(self) -> int:
@@ -108,6 +109,7 @@ class PtpTrainer(Trainer):
         return sum(part[0, ..., :1, :].numel() for part in (row.hidden, *row.keys, *row.values))
 
     def save(self, results: Mapping[str, Any], run: Mapping[str, Any]) -> None:
+        """As in Trainer."""
         names = ("variant", "window", "u_embedding", "late_width", "distribution_trust", "lora_rank")
         facts = {name: getattr(self.config, name) for name in names} | {"drafts": self.config.num_speculative_tokens}
         facts |= {name: getattr(self.config, f"trained_{name}") for name in SAMPLING}
@@ -121,6 +123,7 @@ class PtpTrainer(Trainer):
         save_ptp(self.options.out, config, *head, record, head_card(record, "ptp"), dtype, student.late)
 
     def load_trained(self, weights: Mapping[str, Tensor]) -> None:
+        """As in Trainer."""
         self.student.load_state_dict(weights)
 
     def samplings(self) -> dict[str, Sampling]:
@@ -129,6 +132,7 @@ class PtpTrainer(Trainer):
         return {"t1": Sampling(options.temperature, options.top_p, top_k=options.top_k), "t0": Sampling(0.0)}
 
     def measure(self, samples: dict[str, Samples]) -> dict[str, Any]:
+        """As in Trainer."""
         student, results, ways = load_student(self.options.out, self.target), {}, self.samplings()
         for name, some in samples.items():
             how = {"num_drafts": self.options.window - 1, "seed": self.options.seed}
