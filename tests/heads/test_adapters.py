@@ -64,7 +64,7 @@ def test_gradients_reach_every_adapter_and_nothing_else(target: Target) -> None:
     split = DraftLayers(target, 2, rank=3)
     move(split)
     trunk = split.trunk(TOKENS, DOCUMENTS)
-    states = split(trunk, DOCUMENTS)
+    states = split.draft(trunk, DOCUMENTS)
     split.verifier(trunk, DOCUMENTS)  # between forward and backward, as in training
     states.pow(2).sum().backward()
     parameters = dict(split.named_parameters())

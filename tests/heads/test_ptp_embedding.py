@@ -63,7 +63,7 @@ def test_interpolation_lies_between_two_rows() -> None:
 
 @pytest.mark.parametrize("name", ["scalar-mlp", "threshold-mlp", "arithmetic-mlp"])
 def test_a_small_network_is_linear_gelu_linear(name: str) -> None:
-    embedding = build_embedding(name, SIZE, 32, 3)
+    embedding = build_embedding(name, SIZE, default_options(name, SIZE).get("u_features"), 3)
     plain = name.removesuffix("-mlp")
     values = torch.tensor([DEFINITIONS[plain](u, 32) for u in points().tolist()])
     hidden = torch.nn.functional.gelu(embedding.inner(values))

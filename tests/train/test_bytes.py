@@ -94,14 +94,6 @@ def test_evabyte_starts_at_its_own_eight_heads(place: Path) -> None:
         assert far.argmin() == min(position, 7) and far.min() < 0.5 < far.sort().values[1]  # noise, and float16
 
 
-def test_draft_layers_go_on_from_the_eight_heads(place: Path) -> None:
-    if load_target(place / "target").config.model_type != "evabyte":
-        pytest.skip("needs a target with several prediction heads; this one has a single head")
-    assert main(["token-heads", str(place / "target"), "--out", str(place / "own")]) == 0
-    more = changed(init_from=place / "own", window=8, circuit="ff", components=1, lora_layers=1, max_steps=2)
-    assert load_head(train(place, "on", **more))[0].lora_layers == 1
-
-
 def test_a_backbone_starts_at_norms_that_scale_as_the_targets_do(place: Path) -> None:
     more = {"head": "backbone", "circuit": "ff", "components": 1, "dry_run": True}
     norm = load_head(train(place, "backbone", **more))[1].backbone.norm.weight

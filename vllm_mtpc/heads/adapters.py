@@ -185,8 +185,6 @@ class DraftLayers(AdaptedLayers):
         """Return the states [B, S, D] after the draft layers and the final norm, with gradients to the adapters."""
         return self._last_layers("draft", trunk, documents)
 
-    forward = draft
-
     @torch.no_grad()
     def verifier(self, trunk: Tensor, documents: Tensor | None = None) -> Tensor:
         """Return the target's own states [B, S, D], bit for bit those of `Target.hidden`."""

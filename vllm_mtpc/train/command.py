@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train and return the exit code."""
     options = read_options(args)
-    check_out(options)
+    check_earlier_run(options)
     from vllm_mtpc.train.run import on_ray, settled, train
 
     options = settled(options)
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def check_out(options: TrainOptions) -> None:
+def check_earlier_run(options: TrainOptions) -> None:
     """Raise UsageError if the run would overwrite the head or the state of another run."""
     out = options.out
     if options.dry_run and is_head(out):

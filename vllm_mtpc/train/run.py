@@ -112,8 +112,7 @@ def make_accelerator(options: TrainOptions) -> Accelerator:
 
 def read_target(options: TrainOptions, device: torch.device) -> Target:
     """Load the target and check its attention over packed rows; raises UsageError."""
-    dtype = options.target_dtype if options.target_dtype == "auto" else getattr(torch, options.target_dtype)
-    target = load_target(options.target, dtype, device, options.attention)
+    target = load_target(options.target, options.target_dtype, device, options.attention)
     check_packing(target.backbone, target.attention, device)
     return target
 

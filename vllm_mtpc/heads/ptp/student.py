@@ -176,8 +176,6 @@ class Student(AdaptedLayers):
         embeds = self.embedding(u if self.config.informed else torch.full_like(u, UNINFORMED))
         return self._windows(self._adapted[0], prefix, row, start, 1 - self.first_row, embeds.to(self.target.dtype))
 
-    forward = aux
-
     @torch.no_grad()
     def plain(self, prefix: Prefix, row: Tensor, start: Tensor, tokens: Tensor) -> Tensor:
         """Return the plain target's states [B, m, D] of tokens [B, m] that follow (row [B], start [B])."""

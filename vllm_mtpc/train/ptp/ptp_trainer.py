@@ -28,12 +28,12 @@ from vllm_mtpc.train.ptp.ptp_drafter import PrefixSource, PtpDrafter, draw_numbe
 from vllm_mtpc.train.trainer import Trainer
 
 SHUFFLE_COST = 0.1  # a head that uses u loses this share of its correct drafts, or more, when u is shuffled
-# Options that a baseline and the head compared with it share, next to the data.
-OF_BASELINE = (
-    *("target", "window", "lora_rank", "lora_alpha", "max_steps", "epochs", "windows_per_step", "seq_len", "gamma"),
-    *("temperature", "top_k", "top_p", "evaluation_sequences", "evaluation_tokens"),
-)
 SAMPLING = ("temperature", "top_k", "top_p")  # of the distribution that u selects from
+# Options that a baseline and the head compared with it share.
+OF_BASELINE = (
+    *("target", "data", "window", "lora_rank", "lora_alpha", "max_steps", "epochs", "windows_per_step", "seq_len"),
+    *("gamma", "evaluation_sequences", "evaluation_tokens", *SAMPLING),
+)
 OF_HEAD = ("variant", "u_embedding", "u_features", "late_width", "distribution_trust")
 
 
@@ -170,7 +170,7 @@ def baseline_figures(options: TrainOptions) -> dict[str, Any]:
     theirs = record.get("settings", {})
     if theirs.get("variant") != "independent" or not record.get("figures"):
         raise UsageError(f"baseline={folder}: not a trained and measured head of variant independent; name one")
-    for key in (*OF_BASELINE, "data"):
+    for key in OF_BASELINE:
         if ours[key] != theirs.get(key):
             raise UsageError(
                 f"baseline={folder} has {key}={theirs.get(key)}, this run {ours[key]}; train both alike, or remove it"
