@@ -51,6 +51,7 @@ def window_loss(
     weights = of_positions.to(chosen) * means
     terms = -(1 - options.beta) * chosen
     if options.beta > 0:
+        assert log_p is not None
         terms = terms + options.beta * (log_p.exp() * (log_p - log_q)).sum(-1)
     loss = (1 - options.acceptance) * (terms.masked_fill(~kept, 0) * weights).sum()
     if options.acceptance == 0:
