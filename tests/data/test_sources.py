@@ -16,7 +16,7 @@ from benchmarks.demo.byte_target import build_tokenizer
 from vllm_mtpc import demo
 from vllm_mtpc.data import sources
 from vllm_mtpc.data.prompts import load, spread
-from vllm_mtpc.data.sources import BIN_MAGIC, Documents, encode_chat, load_documents
+from vllm_mtpc.data.sources import Documents, encode_chat, load_documents
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval import doctor
 
@@ -46,13 +46,6 @@ def texts(documents: Documents) -> list[str]:
 
 def lines(path: Path, *records: object) -> str:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
-
-
-def bin_file(path: Path, tokens: list[int], header: bool = True) -> str:
-    head = np.zeros(256, "<i4")
-    head[:3] = [BIN_MAGIC, 1, len(tokens)]
-    path.write_bytes(head.tobytes() * header + np.array(tokens, "<u2").tobytes())
     return str(path)
 
 
@@ -97,7 +90,7 @@ def test_jsonl_reads_mixed_forms(tmp_path: Path, tokenizer: PreTrainedTokenizerF
 
 def test_token_ids_need_no_tokenizer(tmp_path: Path) -> None:
     given = lines(tmp_path / "d.jsonl", {"prompt_ids": [1], "response_ids": [2, 3]})
-    assert ids(load_documents([given, bin_file(tmp_path / "d.bin", [5, 6, 7])], None)) == [[1, 2, 3], [5, 6, 7]]
+    assert ids(load_documents([given], None)) == [[1, 2, 3]]
     for record in ({"text": "a"}, {"messages": [{"role": "assistant", "content": "a"}]}):
         with pytest.raises(UsageError, match=r"t\.jsonl:1: the target has no tokenizer.*prompt_ids"):
             load_documents([lines(tmp_path / "t.jsonl", record)], None)
@@ -133,9 +126,7 @@ def test_few_bytes_truncate_texts_and_skip_files(tmp_path: Path, tokenizer: PreT
     assert texts(load_documents([str(tmp_path / "long")], tokenizer, most_bytes=90)) == ["x" * 90]
 
 
-def test_most_bytes_limits_bin_and_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = bin_file(tmp_path / "a.bin", list(range(100)), header=False)
-    assert ids(load_documents([path], None, most_bytes=20)) == [list(range(10))]
+def test_most_bytes_limits_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = datasets.Dataset.from_dict({"prompt_ids": [[0]] * 100, "response_ids": [[n] for n in range(100)]})
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **more: rows)
     found = load_documents(["name"], None, most_bytes=rows.data.nbytes // 10)
@@ -190,25 +181,6 @@ def test_dataset_name_and_config_are_loaded(tokenizer, monkeypatch: pytest.Monke
         load_documents(["some/chats"], tokenizer)
 
 
-# --- .bin
-
-
-@pytest.mark.parametrize("header", [True, False], ids=["header", "no header"])
-@pytest.mark.parametrize(
-    ("tokens", "documents"),
-    [
-        ([EOS, 1, 2, EOS, 3, EOS, 4, 5], [[EOS, 1, 2], [EOS, 3], [EOS, 4, 5]]),  # led by the end of text, as llm.c's
-        ([1, 2, EOS, 3, EOS], [[1, 2, EOS], [3, EOS]]),
-        ([1, 2, EOS, 3], [[1, 2, EOS], [3]]),
-        ([1, 2, 3], [[1, 2, 3]]),
-        ([7] * 5000, [[7] * 5000]),  # without a header, its first tokens are not taken for one
-    ],
-)
-def test_bin_is_split_at_end_of_text(tmp_path: Path, tokenizer, header, tokens, documents) -> None:
-    loaded = load_documents([bin_file(tmp_path / "d.bin", tokens, header)], tokenizer)
-    assert ids(loaded) == documents and all(mask.all() for _, mask in loaded)
-
-
 # --- errors
 
 
@@ -236,14 +208,6 @@ def test_unknown_name_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
         load_documents(["no-such-set"], tokenizer)
 
 
-def bin_of(*header: int, tokens: int = 100) -> bytes:
-    """A .bin file whose header starts with these numbers."""
-    return np.pad(np.array(header, "<i4"), (0, 256 - len(header))).tobytes() + np.arange(tokens, dtype="<u2").tobytes()
-
-
-GOOD = bin_of(BIN_MAGIC, 1, 100)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -268,13 +232,7 @@ GOOD = bin_of(BIN_MAGIC, 1, 100)
         ("d.jsonl", b"\n\n", "no document with a token to train on"),
         ("latin.txt", "née".encode("latin-1"), "latin.txt: cannot be read .*utf-8.*0xe9"),
         ("zero.txt", b"a\0b", "zero.txt: cannot be read .it holds zero bytes"),
-        ("d.bin", GOOD[:-21], r"d\.bin: .*tokens \[20240520, 1, 100\]; \[20240520, 1, 89.5\] are expected"),
-        ("d.bin", GOOD + b"\0\0", r"\[20240520, 1, 100\]; \[20240520, 1, 101.0\] are expected"),
-        ("d.bin", bin_of(BIN_MAGIC, 2, 100), r"\[20240520, 2, 100\]; \[20240520, 1, 100\.0\] are expected"),
-        ("d.bin", bin_of(20240801, 1, 100), r"\[20240801, 1, 100\]; \[20240520, 1, 100\.0\]"),
-        ("d.bin", b"\1\0\2", "3 bytes of tokens; uint16 tokens are expected"),
-        ("d.bin", bin_of(BIN_MAGIC, 1, 0, tokens=0), "0 bytes of tokens"),
-        ("d.bin", np.array([5, 9, 300, 400], "<u2").tobytes(), "token id 300 is outside .* of 257"),
+        ("d.bin", b"\1\0\2", r"d\.bin: \.bin files are not read; give prompt_ids and response_ids in \.jsonl"),
     ],
 )
 def test_bad_file_is_refused(tmp_path: Path, tokenizer, name: str, content: bytes, message: str) -> None:
@@ -377,7 +335,7 @@ def test_assistant_turns_are_trained_with_their_end(template: str, messages: lis
     [
         # its generation prompt differs from the start of its replies
         (PLAIN.replace("{{ '<|assistant|>' }}", "{{ '<|reply|>' }}"), CHAT, "message 3, an assistant's, without its g"),
-        (None, CHAT, r"has no chat template.*give text or prompt_ids"),
+        (None, CHAT, r"has no chat template.*give text, or prompt_ids"),
         ("{{ raise_exception('must alternate') }}", CHAT, "the chat template refuses the messages: must alternate"),
         (PLAIN, [], "one message or more"),
         (PLAIN, None, "must be a list"),

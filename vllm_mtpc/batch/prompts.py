@@ -12,7 +12,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_mtpc.batch.options import RegenerateOptions
-from vllm_mtpc.data.sources import FORMS, chat_prompt, exact_ids, is_chat, load_documents, read_records
+from vllm_mtpc.data.sources import FORMS, chat_prompt, exact_ids, is_chat, read_records
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.progress import Bar
 
@@ -76,9 +76,6 @@ def _prompts(options: RegenerateOptions, tokenizer: PreTrainedTokenizerBase | No
         if "prompt_ids" in record:
             if ids := exact_ids(record, "prompt_ids"):
                 yield tuple(ids), None
-        elif "bin" in record:
-            for tokens, _ in load_documents([str(record["bin"])], tokenizer):
-                yield from cut(tokens.tolist())
         elif tokenizer is None:
             raise UsageError(f"{origin}: needs a tokenizer, and the target has none; give prompt_ids")
         elif "messages" in record:

@@ -69,25 +69,22 @@ def spread(items: Sequence[Any], count: int) -> list[Any]:
 
 
 def _prompts(origin: str, record: dict[str, Any], tokenizer: Any, count: int, length: int) -> list[list[int]]:
+    """Return the prompt of a record, or at most `count` pieces of `length` tokens of its text."""
     if isinstance(record.get("prompt_ids"), list):
         return [record["prompt_ids"]]
-    if isinstance(messages := record.get("messages"), list):
-        return [_render_chat(origin, messages, tokenizer)]
-    if turns := record.get("turns") or record.get("prompt"):
-        text = turns if isinstance(turns, str) else str(turns[0])
-        return [_render_chat(origin, [{"role": "user", "content": text}], tokenizer)]
+    messages = record.get("messages")
+    if messages is None and (turns := record.get("turns") or record.get("prompt")):
+        messages = [{"role": "user", "content": turns if isinstance(turns, str) else str(turns[0])}]
+    if isinstance(messages, list):
+        while messages and messages[-1].get("role") == "assistant":
+            messages = messages[:-1]
+        if not messages or not isinstance(messages[-1].get("content"), str):
+            raise UsageError(f"{origin}: a conversation needs a turn with text before the assistant's; correct it")
+        has_template = getattr(tokenizer, "chat_template", None) is not None
+        last = messages[-1]["content"]
+        return [chat_prompt(messages, tokenizer, f"{origin}: ") if has_template else tokenizer(last)["input_ids"]]
     if not isinstance(record.get("text"), str):
         raise UsageError(f"{origin}: keys {', '.join(record)}; a line must be one of {FORMS}")
     tokens = tokenizer(record["text"], verbose=False)["input_ids"]
     starts = range(0, len(tokens) - length + 1, length) if len(tokens) >= 2 * length else [0]
     return [tokens[start : start + length] for start in spread(starts, count)]
-
-
-def _render_chat(origin: str, messages: list[dict[str, Any]], tokenizer: Any) -> list[int]:
-    while messages and messages[-1].get("role") == "assistant":
-        messages = messages[:-1]
-    if not messages or not isinstance(messages[-1].get("content"), str):
-        raise UsageError(f"{origin}: a conversation needs a turn with text before the assistant's; correct it")
-    if getattr(tokenizer, "chat_template", None) is None:
-        return tokenizer(messages[-1]["content"])["input_ids"]
-    return chat_prompt(messages, tokenizer, f"{origin}: ")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections import defaultdict
 from typing import NamedTuple
 
 import numpy as np
@@ -103,29 +105,26 @@ def eligible(rows: Rows) -> Tensor:
 
 
 def _place(lengths: np.ndarray, seq_len: int, generator: np.random.Generator) -> list[list[int]]:
-    """Return the pieces of each row, from its start: best fit by decreasing length, rows in the generator's order.
-
-    `by_space` lists rows by their free positions; `open_spaces` has bit s set if a row has s free positions.
-    """
+    """Return the pieces of each row, from its start: best fit by decreasing length, rows in the generator's order."""
     order = generator.permutation(len(lengths))
     order = order[np.argsort(-lengths[order], kind="stable")]
-    by_space: list[list[int]] = [[] for _ in range(seq_len + 1)]
     rows: list[list[int]] = []
-    open_spaces = 0
+    by_space: dict[int, list[int]] = defaultdict(list)  # rows by the number of their free positions
+    spaces: list[int] = []  # of by_space, sorted
     for piece, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
-        enough = open_spaces >> length
-        if enough:
-            space = length + (enough & -enough).bit_length() - 1  # the smallest that is enough
+        row, space, at = len(rows), seq_len, bisect_left(spaces, length)
+        if at == len(spaces):
+            rows.append([])
+        else:
+            space = spaces[at]  # the smallest that is enough
             row = by_space[space].pop()
             if not by_space[space]:
-                open_spaces ^= 1 << space
-        else:
-            row, space = len(rows), seq_len
-            rows.append([])
+                del spaces[at]
         rows[row].append(piece)
-        if space > length:
-            by_space[space - length].append(row)
-            open_spaces |= 1 << (space - length)
+        if rest := space - length:
+            if not by_space[rest]:
+                insort(spaces, rest)
+            by_space[rest].append(row)
     return [rows[row] for row in generator.permutation(len(rows)).argsort()]
 
 

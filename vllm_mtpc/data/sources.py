@@ -1,4 +1,4 @@
-"""Training data as documents: text, .jsonl, .parquet and .bin files, folders, globs and data sets of the hub."""
+"""Training data as documents: text, .jsonl and .parquet files, folders, globs and data sets of the hub."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")  # files that are read in a fol
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 DATASET_SUFFIXES = (".parquet", ".arrow", ".csv")  # a folder of these is a data set
 BATCH = 64  # records that are tokenised together: fast tokenizers use all cores
-BIN_MAGIC, BIN_VERSION = 20240520, 1
-MAGICS = range(20200101, 20400101)  # of all formats of this family; the number is a date
 Record = dict[str, Any]
 Source = tuple[str, Record]  # a record after its origin: FILE, FILE:ROW (from 1) or NAME:ROW (from 0)
 Documents = list[tuple[np.ndarray, np.ndarray]]  # token ids [T] int32; which of them are trained [T] bool
@@ -33,7 +31,7 @@ Documents = list[tuple[np.ndarray, np.ndarray]]  # token ids [T] int32; which of
 def is_path(name: str) -> bool:
     """Return whether a name is that of a file, folder or glob, existing or not; other names are those of the hub."""
     path = Path(name).expanduser()
-    has_suffix = path.suffix in (*TEXT_SUFFIXES, *BUILDERS, ".bin")
+    has_suffix = path.suffix in (*TEXT_SUFFIXES, *BUILDERS)
     return path.exists() or glob.has_magic(name) or has_suffix or name.startswith(("/", ".", "~"))
 
 
@@ -41,7 +39,7 @@ def files_of(name: str) -> list[Path] | None:
     """Return the files of a name of data, sorted; None for a data set of the hub or a folder of one.
 
     Raises:
-        UsageError: There is no such file, or it is empty.
+        UsageError: There is no such file, it is empty, or it is a .bin file.
     """
     if not is_path(name):
         return None
@@ -58,8 +56,11 @@ def files_of(name: str) -> list[Path] | None:
         wrong = "no file matches" if glob.has_magic(name) else "no such file or folder; name one that exists"
     if not found:
         raise UsageError(f"data {name}: {wrong}")
-    if empty := [file for file in found if not file.stat().st_size]:
-        raise UsageError(f"{empty[0]}: the file is empty")
+    for file in found:
+        if file.suffix == ".bin":
+            raise UsageError(f"{file}: .bin files are not read; give prompt_ids and response_ids in .jsonl or .parquet")
+        if not file.stat().st_size:
+            raise UsageError(f"{file}: the file is empty")
     return found
 
 
@@ -84,9 +85,6 @@ def read_records(data: Sequence[str], split: str, most_bytes: int | None = None)
 
 
 def _file_records(path: Path, most_bytes: int | None) -> Iterator[Source]:
-    if path.suffix == ".bin":
-        yield str(path), {"bin": path, "tokens": most_bytes and most_bytes // 2}
-        return
     builder, origin = BUILDERS.get(path.suffix, "text"), str(path)
     options = {"sample_by": "document"} if builder == "text" else {}
     try:
@@ -96,7 +94,7 @@ def _file_records(path: Path, most_bytes: int | None) -> Iterator[Source]:
             if builder != "text":
                 origin = f"{path}:{number}"
             elif "\0" in record["text"]:
-                raise ValueError("it holds zero bytes; token files must be named .bin")
+                raise ValueError("it holds zero bytes")
             else:
                 record["text"] = record["text"][:most_bytes]
             yield origin, record
@@ -132,29 +130,6 @@ def _dataset_records(name: str, split: str, most_bytes: int | None) -> Iterator[
         yield f"{name}:{number}", rows[number]
 
 
-def read_bin(path: Path) -> np.ndarray:
-    """Return the token ids, [T] uint16, of a `.bin` file of llm.c, the MtPC authors or nanoGPT, memory-mapped.
-
-    The format: 256 int32 (20240520, version 1, number of tokens, zeros), then the tokens as uint16, little-endian;
-    nanoGPT's files have no header.
-
-    Raises:
-        UsageError: The file is truncated or of another format.
-    """
-    header = np.fromfile(path, "<i4", 256)
-    has_header = len(header) == 256 and header[0] in MAGICS and not header[8:].any()
-    offset = header.nbytes if has_header else 0
-    size = path.stat().st_size - offset
-    if has_header and (given := header[:3].tolist()) != (expected := [BIN_MAGIC, BIN_VERSION, size / 2]):
-        raise UsageError(
-            f"{path}: the header has magic number, version and tokens {given}; {expected} are expected, write the "
-            "file again with uint16 tokens"
-        )
-    if size % 2 or not size:
-        raise UsageError(f"{path}: {size} bytes of tokens; uint16 tokens are expected, write the file again")
-    return np.memmap(path, "<u2", "r", offset)
-
-
 def load_documents(
     data: Sequence[str],
     tokenizer: PreTrainedTokenizerBase | None,
@@ -166,9 +141,8 @@ def load_documents(
     """Return the tokenised documents of all `data`, in the order given.
 
     Args:
-        data: Text files (one document each), folders, globs, .jsonl, .parquet and .bin files, NAME or NAME:CONFIG of
-            the hub.
-        tokenizer: The target's; None is enough for prompt_ids and .bin files.
+        data: Text files (one document each), folders, globs, .jsonl and .parquet files, NAME or NAME:CONFIG of the hub.
+        tokenizer: The target's; None is enough for token ids.
         split: Split of data sets of the hub.
         most_bytes: Of larger data about this many bytes are read: every n-th record.
         vocab_size: The target's; token ids must be below it (default: the tokenizer's).
@@ -219,22 +193,15 @@ def _encode(batch: list[Source], tokenizer: PreTrainedTokenizerBase | None, voca
 
 def _documents(
     record: Record, tokenizer: PreTrainedTokenizerBase | None, text_ids: list[int] | None
-) -> Sequence[tuple[Sequence[int] | np.ndarray, Sequence[bool] | np.ndarray]]:
+) -> list[tuple[list[int], list[bool]]]:
     """Return the documents of a record; token ids and messages take precedence over its text."""
-    if "bin" in record:
-        tokens = read_bin(record["bin"])[: record["tokens"]]
-        ends = np.flatnonzero(tokens == getattr(tokenizer, "eos_token_id", None))
-        ends = ends if 0 in ends[:1] else ends + 1  # documents start with the end of text if the file does
-        return [(part, np.ones(len(part), bool)) for part in np.split(tokens, ends) if len(part)]
     if "prompt_ids" in record and "response_ids" in record:
         prompt, response = exact_ids(record, "prompt_ids"), exact_ids(record, "response_ids")
         return [(prompt + response, [False] * len(prompt) + [True] * len(response))]
     if "messages" not in record and "text" not in record:
         raise UsageError(f"keys {', '.join(map(str, record)) or '(none)'}; a record must be one of {FORMS}")
     if tokenizer is None:
-        raise UsageError(
-            "the target has no tokenizer, which text and messages need; give prompt_ids and response_ids, or .bin files"
-        )
+        raise UsageError("the target has no tokenizer for text and messages; give prompt_ids and response_ids")
     if "messages" in record:
         return encode_chat(record["messages"], tokenizer)
     if text_ids is None:
@@ -255,23 +222,14 @@ def exact_ids(record: Record, key: str) -> list[int]:
 def encode_chat(
     messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase
 ) -> list[tuple[list[int], list[bool]]]:
-    """Return the documents of a conversation in the target's chat template, usually one.
+    """Return the documents of a conversation in the target's chat template, usually one; raises UsageError.
 
     Trained are the tokens that the target generates: the assistant's turns, each with the token that ends it. Some
     templates render an earlier turn differently from the last one (they drop its reasoning); then every assistant's
     turn becomes a document with the prompt that serving sends.
-
-    Raises:
-        UsageError: There is no template, it refuses the messages, or a turn does not start with the template's
-            generation prompt.
     """
-    try:
-        tokenizer.get_chat_template()
-    except ValueError:
-        raise UsageError(
-            "the target's tokenizer has no chat template, which messages need; give text or prompt_ids and "
-            "response_ids, or name a target with a chat template"
-        ) from None
+    if tokenizer.chat_template is None:
+        raise UsageError("the target has no chat template for messages; give text, or prompt_ids and response_ids")
     if not messages or not is_chat(messages):
         raise UsageError('messages must be a list of {"role": ..., "content": ...} of one message or more')
     special = {*tokenizer.all_special_ids, *(i for i, one in tokenizer.added_tokens_decoder.items() if one.special)}
@@ -307,8 +265,7 @@ def chat_prompt(
 ) -> list[int]:
     """Return the token ids of a conversation, with the generation prompt if `prompt`, as serving sends them.
 
-    Raises:
-        UsageError: The template refuses the messages; the message starts with `origin`.
+    Raises UsageError, which starts with `origin`, if the template refuses the messages.
     """
     how: dict[str, Any] = {"tokenize": True, "return_dict": True, "add_generation_prompt": prompt}
     try:

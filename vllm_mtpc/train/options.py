@@ -20,7 +20,7 @@ DEFAULT_METHOD = "mtpc"  # family of the heads that are named by their own names
 
 class _FirstOptions(BaseModel):
     target: str = Field(min_length=1, description="causal language model on transformers: folder or hub name")
-    data: list[str] = Field(min_length=1, description="text, folder, glob, .jsonl, .bin, or datasets name NAME:CONFIG")
+    data: list[str] = Field(min_length=1, description="text, folder, glob, .jsonl, or datasets name NAME:CONFIG")
     out: Path = Field(description="folder of the head; trainer state and plots go there too")
     split: str = Field("train", description="split of a datasets name")
     validation_data: list[str] = Field([], description="held-out data; without it a share of the data is held out")
