@@ -47,7 +47,6 @@ COMMANDS = {
     "inspect": Command("show a head's config and check its weights", "vllm_mtpc.eval.inspect_command"),
     "push": Command("publish a head on the Hub", "vllm_mtpc.publish"),
     "convert": Command("convert a checkpoint of another project into a head", "vllm_mtpc.checkpoint.convert.command"),
-    "token-heads": Command("convert the prediction heads of a target into a head", "vllm_mtpc.checkpoint.token_heads"),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,9 @@ def test_missing_files_other_folders_and_foreign_flags_are_refused(tmp_path, tar
     file, before = mtpc_checkpoint(tmp_path), (target / "config.json").read_bytes()
     text = convert_refusal(file, target, capsys, "--variant", "c-ptp", "--window", 4)
     assert "--variant, --window: for PTP checkpoints only" in text
-    assert "architectures" in convert_refusal(target, target, capsys)  # a model, but no drafter
+    assert "model.safetensors" in convert_refusal(target, target, capsys)  # a model without weights
+    other = shutil.copytree(target, tmp_path / "other")
+    assert "architectures" in convert_refusal(other, target, capsys)  # a model, but no drafter
     assert main(["convert", str(file), "--target", str(target), "--out", str(target)]) == 1
     assert "another model's config.json" in capsys.readouterr().err
     assert (target / "config.json").read_bytes() == before

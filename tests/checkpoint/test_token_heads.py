@@ -1,4 +1,4 @@
-"""`vllm-mtpc token-heads` writes a target's own prediction heads as a head folder."""
+"""`vllm-mtpc convert` of a target itself writes its own prediction heads as a head folder."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.checkpoint.conftest import convert
 from tests.support.evabyte_reference import SIZES, Reference, make_evabyte
 from tests.support.files import front_matter_of
 from vllm_mtpc.checkpoint import load_head
-from vllm_mtpc.cli import main
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
-def test_conditionals_equal_the_targets_heads(tmp_path: Path, is_sharded: bool, capsys) -> None:
+def test_conditionals_equal_the_targets_heads(tmp_path: Path, is_sharded: bool) -> None:
     reference = Reference(make_evabyte(tmp_path / "target", num_hidden_layers=1), num_hidden_layers=1)
     if is_sharded:
         weights = load_file(tmp_path / "target" / "model.safetensors")
@@ -24,9 +24,7 @@ def test_conditionals_equal_the_targets_heads(tmp_path: Path, is_sharded: bool, 
         (tmp_path / "target" / "model.safetensors").unlink()
         index = {"weight_map": dict.fromkeys(weights, "a.safetensors") | {"lm_head.weight": "b.safetensors"}}
         (tmp_path / "target" / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert main(["token-heads", str(tmp_path / "target"), "--out", str(tmp_path / "target")]) == 1
-    assert "holds another model's config.json" in capsys.readouterr().err
-    assert main(["token-heads", str(tmp_path / "target"), "--out", str(tmp_path / "head")]) == 0
+    convert(tmp_path / "target", tmp_path / "target")
     config, head = load_head(tmp_path / "head", torch.float32)
     assert {"library_name", "pipeline_tag", "tags"} <= front_matter_of(tmp_path / "head").keys()
     assert (config.circuit, config.window, config.num_components) == ("ff", SIZES["num_pred_heads"], 1)

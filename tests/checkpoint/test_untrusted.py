@@ -19,9 +19,10 @@ from safetensors.torch import load_file, save_file
 
 import vllm_mtpc
 from vllm_mtpc.checkpoint import check_tensors, load_head, read_config
+from vllm_mtpc.checkpoint.convert.command import convert
 from vllm_mtpc.checkpoint.convert.mtpc_checkpoint import sort_tensors
+from vllm_mtpc.checkpoint.convert.source import ConvertOptions
 from vllm_mtpc.checkpoint.inspect import measured_acceptance
-from vllm_mtpc.checkpoint.token_heads import write_token_heads
 from vllm_mtpc.cli import guard, main
 from vllm_mtpc.errors import CheckpointError, MtpcError, ServeConfigError, printable
 from vllm_mtpc.files import MAX_HEADER, MAX_INDEX, MAX_JSON, MAX_YAML, open_tensors, read_yaml
@@ -221,9 +222,9 @@ def index(target: Path, values: Any) -> None:
 
 
 def token_heads(target: Path) -> str:
-    out = target.parent / "out"
-    text = refusal(lambda: write_token_heads(str(target), out))
-    assert not out.exists()
+    options = ConvertOptions(ckpt=target, target=str(target), out=target.parent / "out")
+    text = refusal(lambda: convert(options))
+    assert not options.out.exists()
     return text
 
 

@@ -2,11 +2,12 @@
 
 The content decides the kind: PTP checkpoints hold `state_dict` (ptp_checkpoint.py), MtPC checkpoints `model_state_dict`
 and a config.yaml next to them (mtpc_checkpoint.py), DFlash and DSpark drafters are folders with a config.json and
-safetensors (drafter.py).
+safetensors (drafter.py). The target itself as the checkpoint gives its own prediction heads (token_heads.py).
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_mtpc.checkpoint.convert.source import ConvertOptions, find_checkpoint, load_tensors
@@ -41,8 +42,10 @@ def convert(options: ConvertOptions) -> str:
     from vllm_mtpc.checkpoint.convert.drafter import convert_drafter
     from vllm_mtpc.checkpoint.convert.mtpc_checkpoint import convert_mtpc
     from vllm_mtpc.checkpoint.convert.ptp_checkpoint import convert_ptp
+    from vllm_mtpc.checkpoint.convert.token_heads import convert_token_heads
 
     check_out(options.out)
+    is_target = options.ckpt == Path(options.target)
     path, label = find_checkpoint(options.ckpt)
     options = options.model_copy(update={"ckpt": path})
     content: Any = None if path.is_dir() else load_tensors(path)
@@ -57,4 +60,6 @@ def convert(options: ConvertOptions) -> str:
     if foreign := sorted(options.model_fields_set & PTP_ONLY):
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in foreign)
         raise CheckpointError(f"{options.ckpt}: {flags}: for PTP checkpoints only; remove it")
-    return convert_drafter(options, label) if content is None else convert_mtpc(options, content, label)
+    if content is not None:
+        return convert_mtpc(options, content, label)
+    return convert_token_heads(options, label) if is_target else convert_drafter(options, label)

@@ -29,19 +29,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from pydantic import AliasPath, BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from vllm_mtpc.checkpoint.convert.source import MASK_FILE, ConvertOptions, load_tensors, narrowest_dtype, target_config
-from vllm_mtpc.checkpoint.load import Shards, check_shapes, shapes_of
-from vllm_mtpc.checkpoint.locate import CONFIG_FILE, download, verifier_name
-from vllm_mtpc.checkpoint.metadata import converted_card
-from vllm_mtpc.checkpoint.save import save_head
+from vllm_mtpc.checkpoint.convert.source import MASK_FILE, ConvertOptions, load_tensors, target_config
+from vllm_mtpc.checkpoint.convert.write import save_converted
+from vllm_mtpc.checkpoint.load import Shards
+from vllm_mtpc.checkpoint.locate import CONFIG_FILE, download
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import CheckpointError, validate
 from vllm_mtpc.files import read_json
-from vllm_mtpc.heads import build_head
 
 EMBEDDINGS, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 MARKOV = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
@@ -181,8 +178,6 @@ def convert_drafter(options: ConvertOptions, label: str) -> str:
         circuit="ff",
         window=given.window,
         num_components=1,
-        target=target,
-        verifier=verifier_name(options.target, options.out),
         num_speculative_tokens=min(given.window - 1, given.proposed or given.window),
         head="backbone",
         token_rank=given.markov_rank or None,
@@ -195,17 +190,12 @@ def convert_drafter(options: ConvertOptions, label: str) -> str:
         backbone_width=source.read("layers.0.mlp.gate_proj.weight").shape[0],
         aux_hidden_state_layer_ids=given.layer_ids,
         sample_from_anchor=given.starts_at_anchor,
-        **options.trained_sampling,
+        **options.config_fields(target),
     )
-    with torch.device("meta"):
-        head = build_head(config)
-    check_shapes(folder, shapes_of(tensors), shapes_of(head.state_dict()), f"{CONFIG_FILE} and the target")
-    head.load_state_dict(tensors, assign=True)
     layout = f"{'speculators' if given.speculators_model_type else 'its authors'}' {given.kind}"
     record = {"from": label, "layout": layout, "trained_on": given.trained_on, "mask": mask_source}
     title = f"{'DSpark' if given.markov_rank else 'DFlash'} drafter as a backbone head: n={config.window}"
-    card, dtype = converted_card(config, title, label), narrowest_dtype(tensors.values())
-    save_head(options.out, config, head, {"converted": {**record, "left_out": left_out}}, card, dtype)
+    save_converted(options.out, config, tensors, title, record | {"left_out": left_out})
     return f"{config.circuit}, backbone, window {config.window}; left out: {', '.join(left_out) or 'nothing'}"
 
 

@@ -27,14 +27,11 @@ from torch import Tensor
 
 from vllm_mtpc.checkpoint.convert import source
 from vllm_mtpc.checkpoint.convert.source import SETTINGS_FILE, ConvertOptions
+from vllm_mtpc.checkpoint.convert.write import save_converted
 from vllm_mtpc.checkpoint.load import check_adapter_shapes, check_shapes, check_values, module_names, shapes_of
-from vllm_mtpc.checkpoint.locate import verifier_name
-from vllm_mtpc.checkpoint.metadata import converted_card
-from vllm_mtpc.checkpoint.save import save_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import CheckpointError, Model, printable, validate
 from vllm_mtpc.files import check_lengths, read_yaml
-from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.adapters import ALLOWED_LAYERS, Adapters
 
 LEAF = "mt_head._categorical_log_probs_heads.0.head.proj"
@@ -108,21 +105,14 @@ def convert_mtpc(options: ConvertOptions, content: Mapping[str, Any], label: str
         circuit=circuit.name,
         window=n,
         num_components=r,
-        target=target,
-        verifier=verifier_name(options.target, options.out),
         lora_layers=adapters.num_layers if adapters else 0,
-        **options.trained_sampling,
+        **options.config_fields(target),
     )
-    with torch.device("meta"):
-        head = build_head(config)
-    head.load_state_dict(tensors, assign=True)
     trained_on = resolve(settings, "${lm.model.from_huggingface}")
     record: dict[str, Any] = {"from": label, "trained_on": printable(str(trained_on), 300), "fold_order": position}
     if isinstance(step := content.get("global_step"), int):
         record["global_step"] = step
-    card = converted_card(config, f"MtPC head: {config.circuit}, n={n}, r={r}", label)
-    dtype = source.narrowest_dtype(tensors.values())
-    save_head(options.out, config, head, {"converted": record}, card, dtype, adapters)
+    save_converted(options.out, config, tensors, f"MtPC head: {config.circuit}, n={n}, r={r}", record, adapters)
     layers = f", {config.lora_layers} draft layers" if config.lora_layers else ""
     return f"{config.circuit}, window {n}, {r} components{layers}"
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from vllm_mtpc.checkpoint.convert.source import ConvertOptions, target_config, to_peft_names
 from vllm_mtpc.checkpoint.load import check_shapes, shapes_of
-from vllm_mtpc.checkpoint.locate import verifier_name
 from vllm_mtpc.checkpoint.metadata import converted_card
 from vllm_mtpc.checkpoint.ptp_head import save_ptp
 from vllm_mtpc.config.ptp_config import PtpConfig
@@ -62,13 +61,11 @@ def convert_ptp(options: ConvertOptions, content: Mapping[str, Any]) -> str:
     config = PtpConfig.create(
         variant=options.variant,
         window=options.window,
-        target=target,
-        verifier=verifier_name(options.target, options.out),
         u_embedding=u_embedding,
         u_features=len(u_embed["rows"]) if "rows" in u_embed else None,
         lora_rank=ranks[0],
         lora_alpha=options.lora_alpha,
-        **options.trained_sampling,
+        **options.config_fields(target),
     )
     with torch.device("meta"):
         embedding = build_embedding(u_embedding, config.hidden_size, config.u_features, config.u_hidden)

@@ -7,7 +7,6 @@ state is not read into memory.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -16,11 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_mtpc.checkpoint.locate import CONFIG_FILE, HUB_NAME, PICKLE_SUFFIXES
+from vllm_mtpc.checkpoint.locate import CONFIG_FILE, HUB_NAME, PICKLE_SUFFIXES, verifier_name
 from vllm_mtpc.errors import CheckpointError, first_line
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 SETTINGS_FILE = "config.yaml"  # next to an MtPC checkpoint
@@ -36,7 +34,8 @@ class ConvertOptions(BaseModel):
 
     ckpt: Path = Field(
         description="PTP: Lightning checkpoint (.ckpt); MtPC: model@STEP.pt with config.yaml next to it, the folder of "
-        "both (the last step is used) or a hub repository; DFlash, DSpark: folder or hub repository"
+        "both (the last step is used) or a hub repository; DFlash, DSpark: folder or hub repository; the target again: "
+        "its own prediction heads"
     )
     target: str = Field(min_length=1, description="the model it was trained on: folder or hub name")
     out: Path = Field(description="folder of the head")
@@ -47,10 +46,10 @@ class ConvertOptions(BaseModel):
     window: int = Field(16, ge=2, description="PTP: n, auxiliary rows, as many as it was trained with")
     lora_alpha: float = Field(8.0, gt=0, description="PTP: of the adapters (PEFT's default, which the authors use)")
 
-    @property
-    def trained_sampling(self) -> dict[str, Any]:
-        """The sampling parameters by the names of a head's config."""
-        return {f"trained_{name}": getattr(self, name) for name in ("temperature", "top_k", "top_p")}
+    def config_fields(self, target: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of `AnyHeadConfig.create` that follow from the options and the target's config."""
+        sampling = {f"trained_{name}": getattr(self, name) for name in ("temperature", "top_k", "top_p")}
+        return {"target": target, "verifier": verifier_name(self.target, self.out), **sampling}
 
 
 def find_checkpoint(ckpt: Path) -> tuple[Path, str]:
@@ -131,11 +130,3 @@ def target_config(name: str) -> dict[str, Any]:
         f"target {name}: no config that transformers can read ({reason}); name the folder or hub repository of the "
         "model the checkpoint was trained on"
     )
-
-
-def narrowest_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
-    """Return the narrowest dtype of a head that stores every tensor exactly (float64: float32)."""
-    import torch
-
-    dtype = functools.reduce(torch.promote_types, {tensor.dtype for tensor in tensors})
-    return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float32
