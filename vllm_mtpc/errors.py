@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from typing import Any, TypeVar, cast, get_args
 
@@ -99,9 +98,7 @@ def one_line(error: ValidationError, allowed: list[str] | type[BaseModel]) -> st
     key = printable(".".join(map(str, problem["loc"])), 100)
     if problem["type"] == "extra_forbidden":
         names = allowed if isinstance(allowed, list) else _field_names(allowed, problem["loc"])
-        similar = difflib.get_close_matches(str(problem["loc"][-1]), names, 1)
-        hint = f"; did you mean {similar[0]}?" if similar else ""
-        return f"unknown key {key!r}; allowed keys: {', '.join(sorted(names))}; remove it or correct its name{hint}"
+        return f"unknown key {key!r}; allowed keys: {', '.join(sorted(names))}; remove it or correct its name"
     if problem["type"] == "missing":
         return f"key {key!r} is missing; every key is explicit in this format: add it"
     message = problem["msg"].removeprefix("Value error, ")

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel, Field, ValidationError
 
-from vllm_mtpc import demo
 from vllm_mtpc.checkpoint import read_config
 from vllm_mtpc.config.base import SPECULATORS_VERSION, AnyHeadConfig
 from vllm_mtpc.config.mtpc_config import HeadConfig
@@ -115,13 +114,6 @@ def test_config_follows_the_schema_of_speculators(kind):
     assert all(field.description for field in type(create(kind)).model_fields.values())
 
 
-@pytest.mark.parametrize("name", [*demo.CIRCUITS, demo.BACKBONE, *demo.PTP])
-def test_packaged_config_follows_the_schema_of_speculators(name):
-    found = ModelSchema.model_validate_json((demo.path(name) / "config.json").read_bytes())
-    assert found.speculators_config.proposal_methods[0].speculative_tokens == 7
-    assert found.speculators_version == SPECULATORS_VERSION
-
-
 @pytest.mark.parametrize("kind, default", [("mtpc", "probabilistic"), ("mtpc", "greedy"), ("ptp", "greedy")])
 def test_format_1_is_upgraded(tmp_path, kind, default):
     """It did not follow the schema: its proposal type was the method of sampling drafts."""
@@ -137,13 +129,6 @@ def test_format_1_is_upgraded(tmp_path, kind, default):
     (tmp_path / "config.json").write_text(json.dumps(values))
     same = {"draft_sample_method": default} if kind == "mtpc" else {}
     assert read_config(tmp_path) == config.model_copy(update=same)
-
-
-def test_removed_support_is_refused_unless_it_is_off():
-    assert (
-        HeadConfig.parse(edited("mtpc", "support", None)) == HeadConfig.parse(edited("mtpc", "support", 0)) == create()
-    )
-    assert "support=64: this option was removed; set support to null" in refusal("mtpc", edited("mtpc", "support", 64))
 
 
 @pytest.mark.parametrize("head, options", [("linear", {}), ("shared", {"expander_rank": 64})])
@@ -167,32 +152,23 @@ LAYER = "transformer_layer_config"
 COMMON: list[tuple[str, Any, list[str]]] = [
     ("window", 1, ["window", "1", "2"]),
     ("window", 10**9, ["window", "1000000000", "256"]),
-    ("window", "5", ["window", "'5'", "integer"]),
     ("window", True, ["window", "True", "integer"]),
-    ("vocab_size", 0, ["vocab_size", "0", "1"]),
     ("vocab_size", 10**18, ["vocab_size", str(10**18), "4194304"]),
-    ("hidden_size", -4, ["hidden_size", "-4", "1"]),
     ("hidden_size", 10**18, ["hidden_size", str(10**18), "131072"]),
     ("format_version", 3, ["format_version", "3", "reads formats 1 and 2"]),
     ("speculators_model_type", "eagle3", ["speculators_model_type", "'eagle3'"]),
     ("architectures", "MtpcHeadModel", ["architectures", "'MtpcHeadModel'", "list"]),
     ("trained_temperature", 0, ["trained_temperature", "0", "greater than 0"]),
     ("trained_temperature", INF, ["trained_temperature", "inf", "finite"]),
-    ("trained_top_k", -1, ["trained_top_k", "-1", "0"]),
     ("trained_top_p", 1.5, ["trained_top_p", "1.5", "1"]),
-    ("trained_top_p", NAN, ["trained_top_p", "nan"]),
-    ("speculators_config", [], ["speculators_config", "[]"]),
     ("speculators_config.algorithm", "eagle3", ["algorithm = 'eagle3'", "allowed: '"]),
     (METHODS, [], [METHODS, "[]", "1"]),
     (f"{METHODS}.0.proposal_type", "tree", ["'tree'", "'greedy'"]),
-    (f"{METHODS}.0.speculative_tokens", 0, ["speculative_tokens", "0", "1"]),
     (f"{METHODS}.0.speculative_tokens", 5, ["speculative_tokens=5", "window=5", "4"]),
-    (VERIFIER, "", [VERIFIER, "1"]),
     (VERIFIER, "a\0b", ["name_or_path", "printable characters"]),
     (VERIFIER, "a" * 5000, ["name_or_path", "1024"]),
     (f"{LAYER}.num_hidden_layers", "eight", ["num_hidden_layers = 'eight'", "4096"]),
     (f"{LAYER}.num_hidden_layers", 10**9, ["num_hidden_layers = 1000000000", "4096"]),
-    (f"{LAYER}.hidden_size", -1, ["hidden_size = -1", "1 to"]),
     (f"{LAYER}.model_type", ["llama"], ["model_type = ['llama']", "a name"]),
     (f"{LAYER}.auto_map", {}, ["unknown 'auto_map'", "num_hidden_layers"]),
 ]
@@ -203,35 +179,23 @@ WRONG: dict[str, list[tuple[str, Any, list[str]]]] = {
         ("head", "mlp", ["'mlp'", "linear, shared, backbone"]),
         ("head", "shared", ["'shared'", "needs expander_rank", "expander_rank=64"]),
         ("expander_rank", 4, ["expander_rank=4", "'linear'", "remove expander_rank"]),
-        ("expander_rank", 0, ["expander_rank", "0", "1"]),
         ("component_rank", -1, ["component_rank", "greater than or equal to 0"]),
         ("expander_rank", 10**9, ["expander_rank", "1000000000", "131072"]),
-        ("expander_rank", "2", ["expander_rank", "'2'", "integer"]),
         ("num_components", 10**9, ["num_components", "1000000000", "4096"]),
-        ("hidden_state_layer", -2, ["hidden_state_layer", "-2", "-1"]),
         ("lora_layers", 3, ["lora_layers", "3", "0, 1, 2 or 4"]),
-        ("draft_sample_method", "tree", ["draft_sample_method", "'tree'", "'probabilistic' or 'greedy'"]),
-        ("x1_from", "draft", ["x1_from", "'draft'", "'verifier'"]),
-        ("speculators_config.algorithm", "ptp", ["algorithm = 'ptp'", "'mtpc'"]),
     ],
     "ptp": [
         ("variant", "mtp", ["variant", "'mtp'", "'o-ptp', 'c-ptp', 'late' or 'independent'"]),
         ("variant", "late", ["late_width=None", "variant late has it", "set it"]),
-        ("informed", False, ["unknown key 'informed'"]),
         ("u_embedding", "fourier", ["'fourier'", "ieee, scalar"]),
-        ("u_hidden", 0, ["u_hidden", "0", "1"]),
         ("late_width", 3, ["late_width=3 with variant 'o-ptp'", "remove it"]),
         ("distribution_trust", 0.5, ["distribution_trust=0.5 with variant 'o-ptp'", "remove it"]),
         ("distribution_trust", 1.0, ["distribution_trust", "1.0", "less than 1"]),
-        ("lora_rank", 0, ["lora_rank", "0", "1"]),
         ("lora_alpha", 0, ["lora_alpha", "0", "greater than 0"]),
-        ("lora_alpha", INF, ["lora_alpha", "inf"]),
         ("speculators_model_type", "mtpc", ["speculators_model_type", "'mtpc'", "'ptp'"]),
         ("accepted", [0.5, 0.5], ["accepted has 2 entries", "window=5"]),
         ("accepted", [0.5, 0.2, 0.1, 0.1, 0], ["accepted", "sum is 0.9"]),
         ("accepted", [1.5, -0.5, 0, 0, 0], ["accepted.1", "greater than or equal to 0"]),
-        ("accepted", [NAN, 1, 0, 0, 0], ["accepted.0", "nan"]),
-        ("accepted", "none", ["accepted", "'none'", "list"]),
         (LAYER, {}, ["num_hidden_layers is missing"]),
     ],
 }
@@ -278,10 +242,7 @@ def test_content_that_is_not_a_head_config_is_refused(kind):
 @pytest.mark.parametrize(
     "kind, changes, words",
     [
-        ("mtpc", {"circuit": "spn"}, ["'spn'", "btree"]),
         ("mtpc", {"window": 1}, ["window=1"]),
-        ("mtpc", {"window": 10**12}, ["window=1000000000000", "256"]),
-        ("mtpc", {"num_speculative_tokens": 5}, ["speculative_tokens=5", "at most 4"]),
         ("mtpc", {"target": {"hidden_size": 8}}, ["vocab_size"]),
         ("mtpc", {"target": {"vocab_size": 8}}, ["hidden_size"]),
         ("ptp", {"target": {**TARGET, "num_hidden_layers": None}}, ["num_hidden_layers"]),

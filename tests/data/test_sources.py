@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from vllm_mtpc.data import sources
 from vllm_mtpc.data.prompts import load, spread
 from vllm_mtpc.data.sources import Documents, encode_chat, load_documents
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.eval import doctor
 
 EOS = 256
 TEMPLATE = (
@@ -131,19 +129,6 @@ def test_most_bytes_limits_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **more: rows)
     found = load_documents(["name"], None, most_bytes=rows.data.nbytes // 10)
     assert ids(found) == [[0, number] for number in range(0, 100, 10)]
-
-
-def test_doctor_limits_the_data_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "PROMPT_BYTES", 100)
-    found, load = [], sources.load_documents
-    monkeypatch.setattr(
-        sources, "load_documents", lambda *given, **more: found.append(load(*given, **more)) or found[0]
-    )
-    path = lines(tmp_path / "d.jsonl", *({"text": f"{number:03} words of a text"} for number in range(100)))
-    args = argparse.Namespace(data=[path], prompts=4, prompt_tokens=8, max_tokens=8, seed=0)
-    prompts, _ = doctor._prompts(args, str(demo.path("target")), 3)
-    assert [len(prompt) for prompt in prompts] == [8] * 4
-    assert len(found[0]) == 13  # 400 bytes of lines of 33
 
 
 # --- the datasets library

@@ -6,10 +6,8 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.demo.round_heads import BITS, PTP_BITS, round_weights
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint import load_head, resolve_verifier
 from vllm_mtpc.checkpoint.ptp_head import load_ptp, load_student
@@ -65,17 +63,6 @@ def test_target_loads_in_float32_and_predicts_python():
     tokens = torch.tensor([list(b"import sys\nimport os\n\n\nclass Error(Exception):\n    def __init__(sel")])
     with torch.no_grad():
         assert model(tokens).logits[0, -1].argmax() == ord("f")
-
-
-@pytest.mark.parametrize("name", demo.NAMES[1:])
-def test_heads_are_stored_as_round_heads_does(name):
-    bits = PTP_BITS if name in demo.PTP else BITS
-    for file in demo.path(name).glob("*.safetensors"):
-        for weight in load_file(file).values():
-            assert weight.dtype == torch.bfloat16
-            assert torch.equal(round_weights(weight, bits), weight)
-            other = weight.float() * 1.01
-            assert ((round_weights(other, bits) - other).abs() <= other.abs() * 2**-bits).all()
 
 
 @pytest.mark.parametrize("name", demo.CIRCUITS)

@@ -33,16 +33,6 @@ class HeadConfig(Options):  # type: ignore[valid-type,misc]  # created from the 
     )
     x1_from: Literal["verifier"] = Field(description="Where the window's first token comes from.")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_support(cls, values: dict[str, Any]) -> dict[str, Any]:
-        if values.get("support"):
-            raise HeadConfigError(
-                f"support={values['support']}: this option was removed; set support to null to draft from the whole "
-                "vocabulary"
-            )
-        return {name: value for name, value in values.items() if name != "support"}
-
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         get_circuit(self.circuit, self.window, self.num_components)
