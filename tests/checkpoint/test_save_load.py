@@ -235,10 +235,3 @@ def test_unloadable_weights_are_not_saved(tmp_path, save_kind, kind, edit, words
         save_kind(tmp_path, kind, seed=1, edit=edit)
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert contents(tmp_path) == before
-
-
-def test_provenance_that_is_not_json_is_refused_before_writing(folder, new_head):
-    before = contents(folder)
-    with pytest.raises(TypeError):
-        save_head(folder, *new_head("btree", seed=1), {"when": object()}, "new card")
-    assert contents(folder) == before

@@ -104,17 +104,6 @@ def test_unpackable_documents_are_refused(masks: list[list[bool]], seq_len: int,
         pack(numbered(masks), seq_len, 4, 0)
 
 
-def test_leak_between_documents_is_found() -> None:
-    """Injected fault: two documents of a row under one number."""
-    documents = trained(6, 6)
-    rows, _ = pack(documents, 12, 4, 0)
-    assert rows.document.tolist() == [[0] * 6 + [1] * 6]
-    leaking = Rows(rows.tokens, torch.zeros_like(rows.document), rows.trained)
-    at = torch.tensor([0]), torch.tensor([4])
-    assert (window_tokens(rows, *at, 4) >= 0).sum() == 1
-    assert (window_tokens(leaking, *at, 4) >= 0).sum() == 4
-
-
 @given(st.integers(2, 300), st.integers(0, 3))
 @settings(max_examples=50, deadline=None)
 def test_seed_selects_held_out_documents(count: int, seed: int) -> None:

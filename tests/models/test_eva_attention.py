@@ -18,7 +18,7 @@ from vllm_mtpc.models import hooks
 from vllm_mtpc.models.evabyte import attend as module
 from vllm_mtpc.models.evabyte import attention
 from vllm_mtpc.models.evabyte.attend import BLOCK as GPU_BLOCK
-from vllm_mtpc.models.evabyte.attend import attend, attend_paged, fits, summarise, write_summaries, write_tokens
+from vllm_mtpc.models.evabyte.attend import attend, attend_paged, fits, write_summaries, write_tokens
 from vllm_mtpc.models.evabyte.attention import EvaPlanBuilder, SummaryPlanBuilder
 from vllm_mtpc.models.evabyte.plan import EvaPlan, SummaryPlan, make_plan, make_summary_plan
 
@@ -74,30 +74,6 @@ def make_caches(plan: EvaPlan, places: SummaryPlan) -> tuple[Tensor, Tensor, Ten
     summaries = torch.randn(far, HEADS, places.states, 2 * SIZE, generator=generator)
     query = torch.randn(len(plan.token_block), HEADS, SIZE, generator=generator)
     return query, cache, summaries
-
-
-@pytest.mark.parametrize("token_block", TOKEN_BLOCKS)
-def test_writes_change_their_slots_only(token_block: int) -> None:
-    plan, places = make_step(token_block)
-    query, cache, summaries = make_caches(plan, places)
-    before, summaries_before = cache.clone(), summaries.clone()
-    key, value = torch.randn_like(query), torch.randn_like(query)
-    mu, phi = torch.randn(2, HEADS, SIZE)
-    write_tokens(cache, key, value, plan)
-    write_summaries(summaries, cache, mu, phi, plan, places)
-
-    def token(tokens: Tensor, position: int) -> Tensor:  # of the third request
-        return tokens[int(plan.block_table[2, position // token_block]), :, position % token_block]
-
-    row = 9  # the first row of the third request is its position 10
-    torch.testing.assert_close(token(cache, 10), torch.cat([key[row], value[row]], -1), rtol=0, atol=0)
-    for position in range(10):
-        torch.testing.assert_close(token(cache, position), token(before, position), rtol=0, atol=0)
-    chunk = torch.stack([token(cache, position) for position in range(8, 12)])[None]  # 8 and 9: of an earlier step
-    block = int(places.block_table[2, 0])
-    torch.testing.assert_close(summaries[block, :, 2], summarise(chunk, mu, phi)[0], rtol=0, atol=0)
-    untouched = [b for b in range(1, len(summaries)) if b not in places.chunk_block.tolist()]
-    torch.testing.assert_close(summaries[untouched], summaries_before[untouched], rtol=0, atol=0)
 
 
 def attention_by_rows(query: Tensor, cache: Tensor, summaries: Tensor, plan: EvaPlan, places: SummaryPlan) -> Tensor:

@@ -79,14 +79,12 @@ def resolve_head(model: str, revision: str | None = None, max_bytes: int | None 
         CheckpointError: `model` does not exist, is a file, or cannot be downloaded.
     """
     path = Path(os.path.expanduser(model))
-    if not os.path.isdir(path):  # os.path: False, not an error, for names that no file system takes
-        if os.path.isfile(path) or not HUB_NAME.fullmatch(model):
-            reason = "the folder does not exist"
-            if os.path.isfile(path):
-                reason = (
-                    f"it is a file, a head is a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, never pickled weights"
-                )
-            raise CheckpointError(f"no head at {model}: {reason}; correct the path of the head")
+    if os.path.isfile(path):  # os.path: False, not an error, for names that no file system takes
+        reason = f"it is a file, a head is a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, never pickled weights"
+        raise CheckpointError(f"no head at {model}: {reason}; correct the path of the head")
+    if not os.path.isdir(path):
+        if not HUB_NAME.fullmatch(model):
+            raise CheckpointError(f"no head at {model}: the folder does not exist; correct the path of the head")
         path = download(model, "head", revision, max_bytes)
     return find_head(path) or path
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from transformers import LlamaConfig, PretrainedConfig
 
-from vllm_mtpc.errors import ServeConfigError
+from vllm_mtpc.errors import CheckpointError, ServeConfigError
+from vllm_mtpc.kernels.suffixes import SuffixTable, read_table
 
 TABLE = "expand_input_ids_dict"
 
@@ -43,6 +44,14 @@ def known_ids(ids: int | list[int] | None, vocab_size: int) -> int | list[int] |
     if isinstance(ids, list):
         return [index for index in ids if index < vocab_size] or None
     return ids if ids is not None and ids < vocab_size else None
+
+
+def build_suffixes(entry: Any, config: ByteLlamaConfig) -> SuffixTable:
+    """Return the subwords that the entry TABLE of a config.json lists. Raises CheckpointError for an invalid entry."""
+    subwords, short = read_table(entry)
+    if max(subwords.values(), default=0) >= config.expand_input_ids_vocab_size:
+        raise CheckpointError(f"{TABLE} names subwords beyond expand_input_ids_vocab_size; restore config.json")
+    return SuffixTable(subwords, short, config.expand_input_ids_maxlen)
 
 
 def check_byte_llama(config: ByteLlamaConfig) -> None:

@@ -16,13 +16,6 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
 
-class PlanBuilder(AttentionMetadataBuilder[Any]):
-    """A metadata builder without state; its tensors have no fixed addresses, so there are no full CUDA graphs."""
-
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-
-
 class PlanBackend(AttentionBackend):
     """A backend that names a builder; the layer itself computes the attention."""
 

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, LlamaModel, PretrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from vllm_mtpc.config.byte_targets import TABLE, ByteLlamaConfig, check_byte_llama
-from vllm_mtpc.errors import CheckpointError
+from vllm_mtpc.config.byte_targets import TABLE, ByteLlamaConfig, build_suffixes, check_byte_llama
 from vllm_mtpc.hf.bytes import append_cached, positions_of
-from vllm_mtpc.kernels.suffixes import ABSENT, SuffixTable, read_table
+from vllm_mtpc.kernels.suffixes import ABSENT, SuffixTable
 
 
 class ByteLlamaModel(LlamaModel):
@@ -31,10 +30,7 @@ class ByteLlamaModel(LlamaModel):
     def suffixes(self) -> SuffixTable:
         """The subword table, read from the raw config.json: the config object does not store it."""
         values, _ = PretrainedConfig.get_config_dict(self.config.name_or_path)
-        subwords, short = read_table(values.get(TABLE))
-        if max(subwords.values(), default=0) >= self.config.expand_input_ids_vocab_size:
-            raise CheckpointError(f"{TABLE} names subwords beyond expand_input_ids_vocab_size; restore config.json")
-        return SuffixTable(subwords, short, self.config.expand_input_ids_maxlen)
+        return build_suffixes(values.get(TABLE), self.config)
 
     def embed(self, input_ids: Tensor, position_ids: Tensor, cache: Any = None) -> Tensor:
         """Return embeddings [B, m, D] of input_ids[B, m] at position_ids[B, m], after the cached tokens."""

@@ -10,7 +10,7 @@ ids of each row; the next step overwrites the id of a rejected draft.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,12 +21,11 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.utils import maybe_prefix
 from vllm.sequence import IntermediateTensors
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
-from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 
-from vllm_mtpc.config.byte_targets import TABLE
-from vllm_mtpc.errors import CheckpointError
-from vllm_mtpc.kernels.suffixes import ABSENT, SuffixTable, read_table
-from vllm_mtpc.models.paged_cache import PagedCache, PlanBackend, PlanBuilder
+from vllm_mtpc.config.byte_targets import TABLE, build_suffixes
+from vllm_mtpc.kernels.suffixes import ABSENT
+from vllm_mtpc.models.paged_cache import PagedCache, PlanBackend
 
 
 class Lookback(NamedTuple):
@@ -38,7 +37,12 @@ class Lookback(NamedTuple):
     block_table: Tensor  # [T, M], int32, of each row's request
 
 
-class LookbackBuilder(PlanBuilder):
+class LookbackBuilder(AttentionMetadataBuilder[Lookback]):
+    """Builds the plan without state or fixed addresses, so there are no full CUDA graphs."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Lookback:
@@ -86,12 +90,9 @@ class ByteLlamaForCausalLM(LlamaForCausalLM):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         config, model = self.config, vllm_config.model_config
-        entry = (get_hf_file_to_dict("config.json", model.model, model.revision) or {}).get(TABLE)
-        subwords, short = read_table(entry)
-        if max(subwords.values(), default=0) >= config.expand_input_ids_vocab_size:
-            raise CheckpointError(f"{TABLE} names subwords beyond expand_input_ids_vocab_size; restore config.json")
+        values = get_hf_file_to_dict("config.json", model.model, model.revision) or {}
         self.model.expand_embed_tokens = VocabParallelEmbedding(config.expand_input_ids_vocab_size, config.hidden_size)
-        self.suffixes = SuffixTable(subwords, short, config.expand_input_ids_maxlen)
+        self.suffixes = build_suffixes(values.get(TABLE), config)
         # vLLM sorts caches by the layer number in their name
         self.context = TokenCache(maybe_prefix(prefix, "model.layers.0.token_ids"), config.expand_input_ids_maxlen)
         rows = vllm_config.scheduler_config.max_num_batched_tokens

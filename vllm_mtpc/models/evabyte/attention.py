@@ -17,16 +17,21 @@ from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
-from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata, MultipleOf
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from vllm_mtpc.models.evabyte import attend
 from vllm_mtpc.models.evabyte.plan import EvaPlan, SummaryPlan, make_plan, make_summary_plan
 from vllm_mtpc.models.evabyte.window import WindowSpec, frees_windows
-from vllm_mtpc.models.paged_cache import PagedCache, PlanBackend, PlanBuilder
+from vllm_mtpc.models.paged_cache import PagedCache, PlanBackend
 
 
-class _StepBuilder(PlanBuilder):
+class _StepBuilder(AttentionMetadataBuilder[Any]):
     """Builds the plan that all layers of a step share, at fixed addresses for decode steps (CUDA graphs)."""
 
     make: Callable[..., Any]  # the plan of a step
