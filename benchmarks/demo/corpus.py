@@ -6,7 +6,9 @@ validation.
 
 import argparse
 import hashlib
+import importlib.util
 import json
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -54,9 +56,18 @@ def split(documents: list[bytes]) -> Split:
     return Split(tokens, torch.tensor(starts), after_newline.nonzero()[:, 0] + 1)
 
 
+def package_folder(name: str) -> Path:
+    """The folder of an installed package; raises ValueError."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(f"{name} is not an installed package")
+    return Path(spec.submodule_search_locations[0])
+
+
 def load(root: Path | None = None, packages: Sequence[str] = ()) -> Corpus:
-    """The corpus; ``root`` and ``packages`` as of `demo.texts`."""
-    texts = demo.texts(root, packages)
+    """The corpus: files in ``root`` (default: the standard library), then those of installed packages."""
+    root = root or Path(sysconfig.get_path("stdlib"))
+    texts = demo.texts([root, *map(package_folder, packages)])
     rest = [text for index, text in enumerate(texts) if index % HOLDOUT != HOLDOUT - 1]
     return corpus_of(rest, demo.held_out(texts), texts)
 

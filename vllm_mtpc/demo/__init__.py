@@ -3,7 +3,6 @@
 Its text is the source of the Python standard library, which every machine with Python has.
 """
 
-import importlib.util
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,36 +26,23 @@ def path(name: str) -> Path:
     return Path(__file__).resolve().parent / "assets" / name
 
 
-def _folder(package: str) -> Path:
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError(f"{package} is not an installed package")
-    return Path(spec.submodule_search_locations[0])
+def texts(folders: Sequence[Path] = ()) -> list[bytes]:
+    """Return the texts of the Python files in folders, by relative path in each of them.
 
-
-def texts(root: Path | None = None, packages: Sequence[str] = ()) -> list[bytes]:
-    """Return the texts of Python files, by relative path.
-
-    Args:
-        root: Default: the standard library of the running interpreter.
-        packages: Installed packages, whose files follow.
-
-    Raises:
-        ValueError: A package is not installed, or too few source files are found.
+    Without folders: of the standard library of the running interpreter. Raises ValueError for too few files.
     """
-    root = Path(sysconfig.get_path("stdlib")) if root is None else root
-    roots = [root, *map(_folder, packages)]
+    folders = folders or [Path(sysconfig.get_path("stdlib"))]
     found = []
-    for folder in roots:
+    for folder in folders:
         files = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*.py")}
         for name in sorted(files):
-            *folders, last = name.split("/")
-            if not SKIPPED_FOLDERS.intersection(folders) and not last.startswith(SKIPPED_PREFIX):
+            *parents, last = name.split("/")
+            if not SKIPPED_FOLDERS.intersection(parents) and not last.startswith(SKIPPED_PREFIX):
                 found.append(files[name].read_bytes())
     found = [text for text in found if len(text) >= MIN_BYTES]
     if len(found) < HOLDOUT:
         raise ValueError(
-            f"the corpus folder {root} has {len(found)} Python files of {MIN_BYTES} bytes or more, at least {HOLDOUT} "
+            f"the folder {folders[0]} has {len(found)} Python files of {MIN_BYTES} bytes or more, at least {HOLDOUT} "
             "are needed: use an interpreter whose standard library is installed as source files"
         )
     return found
