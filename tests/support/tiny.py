@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.eval.acceptance import _at_contexts, along_text
@@ -88,17 +88,13 @@ class TableSession:
         return self.target.logits(hidden)
 
 
-def llama_target(
-    vocab_size: int = 32, seed: int = 3, eos: int | None = None, sliding_window: int | None = None
-) -> Target:
-    """A random two-layer Llama in float32 without a tokenizer; with a sliding window, a Mistral."""
+def llama_target(vocab_size: int = 32, seed: int = 3, eos: int | None = None) -> Target:
+    """A random two-layer Llama in float32 without a tokenizer."""
     torch.manual_seed(seed)
-    make, build = (MistralConfig, MistralForCausalLM) if sliding_window else (LlamaConfig, LlamaForCausalLM)
     sizes = {"vocab_size": vocab_size, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
-    sizes |= {"sliding_window": sliding_window} if sliding_window else {}
-    config = make(**sizes, initializer_range=0.3, bos_token_id=None, eos_token_id=eos)
-    model = build(config).eval().requires_grad_(False)
+    config = LlamaConfig(**sizes, initializer_range=0.3, bos_token_id=None, eos_token_id=eos)
+    model = LlamaForCausalLM(config).eval().requires_grad_(False)
     return Target("tiny", model, None, model.base_model, model.get_output_embeddings(), "torch")
 
 
@@ -159,8 +155,16 @@ def decode(session, prompt: torch.Tensor, drafting: Rejection, new_tokens: int, 
     return text
 
 
+class CroppedSession(Session):
+    """A session of one text that can remove its last tokens."""
+
+    def crop(self, forget: int) -> None:
+        if forget:
+            self.cache.crop(-forget)
+
+
 def continue_all(target: Target, prompts, drafting, new_tokens: int) -> list[Decoded]:
-    return [decode(Session(target), prompt, drafting, new_tokens, stop_ids(target)) for prompt in prompts]
+    return [decode(CroppedSession(target), prompt, drafting, new_tokens, stop_ids(target)) for prompt in prompts]
 
 
 def counted(texts: list[Decoded], num_drafts: int) -> StepMetrics:

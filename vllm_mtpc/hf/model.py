@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 NO_REMOTE_CODE = {"trust_remote_code": False}  # unset, transformers asks on the terminal
 EVABYTE = "evabyte"  # attention and tokenizer are implemented here
-CACHED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}  # their last tokens can be cropped
+CACHED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 @dataclass
@@ -223,10 +223,7 @@ def check_length(name: str, config: Any, tokens: Sequence[Sequence[int] | Tensor
 
 
 class Session:
-    """A target with a key-value cache that reads a batch of texts in pieces and can crop their last tokens.
-
-    Texts of different lengths are padded at the left.
-    """
+    """A target with a key-value cache that reads a batch of texts in pieces, padded at the left."""
 
     def __init__(self, target: Target) -> None:
         from transformers import DynamicCache
@@ -234,12 +231,11 @@ class Session:
         kinds = set(getattr(target.config, "layer_types", None) or ()) - CACHED_LAYERS
         if kinds:
             raise UsageError(
-                f"target {target.name} has layers of kind {', '.join(sorted(kinds))}, whose state cannot be rolled "
-                "back; generation here needs attention layers only; measure this head with vLLM instead"
+                f"target {target.name} has layers of kind {', '.join(sorted(kinds))}; generation here needs attention "
+                "layers only; measure this head with vLLM instead"
             )
         self.target, self.logits = target, target.logits
-        # Without the model's config every layer keeps all tokens, so that a sliding window can be cropped as well.
-        self.cache = DynamicCache()
+        self.cache = DynamicCache()  # without the model's config every layer keeps all tokens
         self.mask: Tensor | None = None  # [B, tokens so far] where texts are padded
 
     def start(self, prompts: Sequence[Tensor]) -> Tensor:
@@ -267,9 +263,3 @@ class Session:
         tokens = tokens.to(self.target.device, torch.long)
         output = self.target.backbone(input_ids=tokens, past_key_values=self.cache, use_cache=True, **padded)
         return output.last_hidden_state
-
-    def crop(self, forget: int) -> None:
-        """Remove the last ``forget`` tokens."""
-        if forget:
-            self.cache.crop(-forget)  # negative: the number of tokens to remove
-            self.mask = None if self.mask is None else self.mask[:, :-forget]

@@ -12,15 +12,11 @@ from torch import Tensor
 
 
 def append_cached(cache: Any, name: str, new: Tensor) -> Tensor:
-    """Append `new`[B, m] to the values stored as `name` on the cache, and return all of them, [B, past + m].
-
-    Values of tokens that were cropped from the cache are dropped. Without a cache nothing is stored.
-    """
+    """Append `new`[B, m] to the values stored as `name` on a cache, if any, and return all of them, [B, past + m]."""
     if cache is None:
         return new
-    kept = getattr(cache, name, None)
-    if kept is not None:
-        new = torch.cat([kept[:, : cache.get_seq_length()], new], 1)
+    if (kept := getattr(cache, name, None)) is not None:
+        new = torch.cat([kept, new], 1)
     setattr(cache, name, new)
     return new
 
