@@ -7,7 +7,7 @@ safetensors (drafter.py). The target itself as the checkpoint gives its own pred
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from typing import TYPE_CHECKING, Any
 
 from vllm_mtpc.checkpoint.convert.source import ConvertOptions, find_checkpoint, load_tensors
@@ -45,7 +45,7 @@ def convert(options: ConvertOptions) -> str:
     from vllm_mtpc.checkpoint.convert.token_heads import convert_token_heads
 
     check_out(options.out)
-    is_target = options.ckpt == Path(options.target)
+    is_target = os.path.realpath(options.ckpt) == os.path.realpath(options.target)
     path, label = find_checkpoint(options.ckpt)
     options = options.model_copy(update={"ckpt": path})
     content: Any = None if path.is_dir() else load_tensors(path)
