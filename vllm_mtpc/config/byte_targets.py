@@ -46,8 +46,8 @@ def known_ids(ids: int | list[int] | None, vocab_size: int) -> int | list[int] |
     return ids if ids is not None and ids < vocab_size else None
 
 
-def build_suffixes(entry: Any, config: ByteLlamaConfig) -> SuffixTable:
-    """Return the subwords that the entry TABLE of a config.json lists. Raises CheckpointError for an invalid entry."""
+def build_suffixes(entry: Any, config: Any) -> SuffixTable:
+    """Return the subwords in the entry TABLE of a config.json, for a ByteLlamaConfig. Raises CheckpointError."""
     subwords, short = read_table(entry)
     if max(subwords.values(), default=0) >= config.expand_input_ids_vocab_size:
         raise CheckpointError(f"{TABLE} names subwords beyond expand_input_ids_vocab_size; restore config.json")
