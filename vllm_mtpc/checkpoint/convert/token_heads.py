@@ -6,6 +6,8 @@ a fully factorised circuit of one component. Serving takes x_1 from the first, t
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm_mtpc.checkpoint.convert.source import ConvertOptions
 from vllm_mtpc.checkpoint.convert.write import save_converted
 from vllm_mtpc.checkpoint.load import Shards
@@ -19,7 +21,7 @@ LM_HEAD = "lm_head.weight"
 
 def convert_token_heads(options: ConvertOptions, label: str) -> str:
     """Convert the target in `options.ckpt` as `convert`; raises CheckpointError unless it has several heads."""
-    target = read_json(options.ckpt / CONFIG_FILE)
+    target: Any = read_json(options.ckpt / CONFIG_FILE)
     weight = Shards(options.ckpt).read(LM_HEAD)
     hidden_size, vocab_size = target.get("hidden_size"), target.get("vocab_size")
     is_matrix = weight.dim() == 2 and type(vocab_size) is int and vocab_size > 0
