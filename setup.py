@@ -47,7 +47,6 @@ EXTRAS = {
         "scipy>=1.11",
         "ruff>=0.14",
         "jsonschema>=4.23",
-        "httpx>=0.27",
         "openai>=2",
         "msgspec>=0.19",
         "compressed-tensors>=0.12",
@@ -137,6 +136,7 @@ setup(
     install_requires=[
         "aiohttp>=3.10",
         "fsspec>=2024.6",
+        "httpx>=0.27",
         "huggingface-hub>=0.34",
         "numpy>=1.26",
         "packaging>=23",

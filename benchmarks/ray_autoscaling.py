@@ -25,6 +25,7 @@ from benchmarks.ray_demo import DRAFTS, ENGINE, ENVIRONMENT, TARGET, wait
 from vllm_mtpc.data import prompts
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.engine.server import Client, free_port
+from vllm_mtpc.errors import EngineFailed
 from vllm_mtpc.report import check_file, write_json
 
 LONGEST_S = 900.0  # until a replica comes or goes
@@ -49,7 +50,7 @@ class Load:
             body = {"model": TARGET, "prompt": self.asked[index], **how}
             try:
                 status, text = self.client.post("/v1/completions", json.dumps(body).encode())
-            except OSError as error:
+            except EngineFailed as error:
                 status, text = 0, str(error)
             self.ended.append(time.monotonic())
             if status != 200:

@@ -71,7 +71,7 @@ def app(nodes: Nodes, log: Path) -> Iterator[Client]:
 def is_healthy(client: Client) -> bool:
     try:
         return client.get("/health")[0] == 200
-    except OSError:
+    except EngineFailed:
         return False
 
 

@@ -186,7 +186,7 @@ class Clients:
         try:
             status, text = self.client.post("/mtpc/head", json.dumps({"path": str(Path(head).resolve())}).encode())
             fault = None if status == 200 else f"status {status} for {head}: {text[:200]}"
-        except (OSError, http.client.HTTPException) as error:
+        except EngineFailed as error:
             fault = f"{type(error).__name__}: {error}"
         tally.note("swap", fault)
 

@@ -156,11 +156,11 @@ def test_conversations_end_before_the_last_answer(tmp_path, tokenizer):
 
 def test_samples_have_different_ids(tmp_path, tokenizer):
     data = write_lines(tmp_path / "d.jsonl", {"prompt_ids": [1, 2]}, {"prompt_ids": [1, 2]}, {"prompt_ids": [3]})
-    requests = collect(options("t", data, tmp_path, samples=2), tokenizer)
-    assert len({request.id for request in requests}) == 6  # a prompt that occurs twice has four samples
+    requests = collect(options("t", data, tmp_path), tokenizer)
+    assert len({request.id for request in requests}) == 3  # a prompt that occurs twice has two samples
     greedy = collect(options("t", data, tmp_path, temperature=0), tokenizer)
     assert [request.prompt_ids for request in greedy] == [[1, 2], [3]]
-    other = collect(options("t", data, tmp_path, samples=2, seed=1), tokenizer)
+    other = collect(options("t", data, tmp_path, seed=1), tokenizer)
     assert not {request.id for request in other} & {request.id for request in requests}
 
 
@@ -224,7 +224,8 @@ def test_interrupted_run_is_resumed(tmp_path, target, engine, monkeypatch, torn)
         (4, {}, "", "made with other settings: prompts '"),  # a file of the same name with other content
         (3, {}, '{"text": "mine"}\n', "out.jsonl:4: not a response; remove the line"),
         (3, {}, None, "is there without out.jsonl.meta.json; name another file"),
-        (3, {"tensor_parallel_size": 2, "kv_cache_memory": 1 << 20}, "", None),
+        (3, {"engine": '{"max_model_len": 9}'}, "", "engine {} .asked for: {'max_model_len': 9}"),
+        (3, {"engine": '{"tensor_parallel_size": 2, "kv_cache_memory_bytes": 1000}'}, "", None),
     ],
 )
 def test_output_of_another_run_is_refused(tmp_path, target, engine, texts_now, more, line, message):
@@ -242,7 +243,6 @@ def test_output_of_another_run_is_refused(tmp_path, target, engine, texts_now, m
     [
         (["--temperature", "-1"], "key 'temperature'"),
         (["--top-p", "0"], "key 'top_p'"),
-        (["--samples", "2", "--temperature", "0"], "same text"),
         (["--engine", "enforce_eager=true"], "key 'engine' = .*Invalid JSON"),
     ],
 )
@@ -258,9 +258,8 @@ def test_flags_set_the_options(tmp_path, target, engine, capsys):
     assert len(lines(out)) == 2 and str(out) in capsys.readouterr().out
     meta = json.loads((tmp_path / "out.jsonl.meta.json").read_text())
     assert (meta["temperature"], meta["max_tokens"], meta["limit"], meta["ignore_eos"]) == (0.0, 4, 2, True)
-    more = options(target, data, out, max_model_len=9, engine='{"dtype": "float32"}', ignore_eos=True)
-    sent, sampling = more.arguments(True)  # those of --engine have precedence over other flags
-    assert (sent["dtype"], sent["max_model_len"], sampling["ignore_eos"]) == ("float32", 9, True)
+    sent, sampling = options(target, data, out, engine='{"dtype": "float32"}', ignore_eos=True).arguments(True)
+    assert (sent["dtype"], sampling["ignore_eos"]) == ("float32", True)  # --engine has precedence over other flags
 
 
 def test_empty_data_and_missing_vllm_are_refused(tmp_path, target, engine, monkeypatch):
@@ -274,7 +273,8 @@ def test_empty_data_and_missing_vllm_are_refused(tmp_path, target, engine, monke
 
 
 LENGTHS = [5, 40, 470, 300, 450, 460, 3, 479, 200, 480, 500] * 2  # of the prompts; 480 and above leave no room
-VLLM = {"dtype": "float32", "max_tokens": 12, "max_model_len": 480, "kv_cache_memory": 1 << 26, "ignore_eos": True}
+ENGINE = json.dumps({"max_model_len": 480, "kv_cache_memory_bytes": 1 << 26})
+VLLM = {"dtype": "float32", "max_tokens": 12, "ignore_eos": True, "engine": ENGINE}
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib.util
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from vllm_mtpc import cli, demo
-from vllm_mtpc.bench import decodings, serve_command
+from vllm_mtpc.bench import comparison, decodings, serve_command
 from vllm_mtpc.bench.comparison import ORDERS, Comparison, Pass, compare
 from vllm_mtpc.bench.decodings import Decoding, Missing, find_heads, find_peers
 from vllm_mtpc.bench.report import details, losing, make_rows, overview, unsteady
@@ -41,38 +42,35 @@ def measured(seconds: float, **more: Any) -> Measured:
 
 
 class Engines:
-    """Starts fake engines; `seconds(name, setting, pass)` is the duration of a pass, and may raise.
+    """Fake engines, whose clients are names; `seconds(name, setting, pass)` is the duration of a pass, and may raise.
 
     wrong: greedy answers that differ from plain's, by engine. cannot_start: names of engines that fail.
     """
 
-    def __init__(self, seconds: Callable[[str, Setting, int], float]) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, seconds: Callable[[str, Setting, int], float]) -> None:
         self.seconds = seconds
         self.wrong: dict[str, int] = {}
         self.log: list[tuple[str, ...]] = []
+        self.passes: Counter[str] = Counter()
         self.cannot_start: set[str] = set()
+        patch.setattr(comparison, "measure", self.measure)
+        patch.setattr(comparison, "complete_greedy", self.complete_greedy)
 
     @contextlib.contextmanager
     def start(self, decoding: Decoding) -> Iterator[Any]:
         if decoding.name in self.cannot_start:
             raise EngineFailed("ended with exit code 1; the end of its log:\nValueError: no such model\n  at the end")
         self.log.append(("start", decoding.name))
-        yield _Engine(self, decoding.name)
+        yield decoding.name
         self.log.append(("end", decoding.name))
 
+    def complete_greedy(self, name: str, prompts: list[Any], max_tokens: int) -> list[list[int]]:
+        return [[number, 99 if number < self.wrong.get(name, 0) else 3] for number in range(len(prompts))]
 
-class _Engine:
-    def __init__(self, engines: Engines, name: str) -> None:
-        self.engines, self.name, self.passes = engines, name, 0
-
-    def complete_greedy(self, setting: Setting, count: int) -> list[list[int]]:
-        wrong = self.engines.wrong.get(self.name, 0)
-        return [[number, 99 if number < wrong else 3] for number in range(count)]
-
-    def measure(self, setting: Setting) -> Measured:
-        self.engines.log.append((self.name, setting.name, str(setting.first)))
-        self.passes += 1
-        return measured(self.engines.seconds(self.name, setting, self.passes - 1))
+    def measure(self, name: str, setting: Setting, prompts: list[Any]) -> Measured:
+        self.log.append((name, setting.name, *prompts))
+        self.passes[name] += 1
+        return measured(self.seconds(name, setting, self.passes[name] - 1))
 
 
 HEAD = str(demo.path("btree"))
@@ -116,7 +114,6 @@ def test_defaults_follow_the_head_and_the_machine() -> None:
         ([], "nothing to compare"),
         (["--demo", "--target", "x"], "its own target"),
         (["--demo", "--rounds", "0"], "--rounds 0"),
-        (["--demo", "--num-drafts", "-1"], "--num-drafts -1"),
         (["--demo", "--concurrency", "0"], "--concurrency must be"),
         (["--demo", "--temperature", "-1"], "--temperature 0 or more"),
         (["--demo", "--peers", "--peer", 'cp={"method": "eagle"}'], "--peer cp: another row"),
@@ -138,7 +135,7 @@ def test_options_that_are_not_json_are_refused(words: tuple[str, str]) -> None:
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
-    made = Engines(lambda name, setting, turn: 0.5 if name == "btree" else 1.0)
+    made = Engines(monkeypatch, lambda name, setting, turn: 0.5 if name == "btree" else 1.0)
     made.decodings, made.missing = [PLAIN, BTREE], [Missing("suffix", "not installed")]
 
     monkeypatch.setattr(
@@ -146,7 +143,6 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
         "run_server",
         lambda words, log: made.start(next(d for d in made.decodings if d.name == log.stem)),
     )
-    monkeypatch.setattr(serve_command, "Engine", lambda client, texts: client)
     monkeypatch.setattr(serve_command, "find_decodings", lambda *_: (made.decodings, list(made.missing)))
     return made
 
@@ -221,19 +217,18 @@ def test_heads_that_need_v2_are_missing_without_a_gpu(tmp_path: Path, monkeypatc
     config = json.loads((demo.path("btree") / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "lora_layers": 2}))
     names = [*NAMES, str(tmp_path)]
-    found, missing = find_heads(names, {}, None, on_gpu=False)
-    assert [one.circuit for one in found] == ["ff", "cp", "hmm", "btree"] and len(missing) == 4
+    found, missing = find_heads(names, {}, on_gpu=False)
+    assert [Path(one.speculative["model"]).name for one in found] == ["ff", "cp", "hmm", "btree"] and len(missing) == 4
     assert all(one.is_ours and one.is_required and not one.is_plain for one in found)
     assert all("needs a GPU" in one.reason and one.is_required for one in missing)
-    on_gpu, _ = find_heads(names, {}, 3, on_gpu=True)
+    on_gpu, _ = find_heads(names, {}, on_gpu=True)
     assert [one.speculative["method"] for one in on_gpu] == ["mtpc"] * 4 + ["ptp"] * 3 + ["mtpc"]
-    assert {one.speculative["num_speculative_tokens"] for one in on_gpu} == {3}
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert len(find_heads(names, {}, None, on_gpu=False)[0]) == 8
+    assert len(find_heads(names, {}, on_gpu=False)[0]) == 8
 
 
 def test_heads_have_different_names(tmp_path: Path) -> None:
-    found, _ = find_heads(NAMES, {}, None, on_gpu=True)
+    found, _ = find_heads(NAMES, {}, on_gpu=True)
     assert [one.name for one in found] == ["ff (Medusa-style)", "cp", "hmm", "btree", "o-ptp", "c-ptp", "late"]
     places = [tmp_path / place for place in ("a/head", "b/head", "b/mine")]
     for place in places:
@@ -241,35 +236,34 @@ def test_heads_have_different_names(tmp_path: Path) -> None:
         (place / "config.json").write_bytes((demo.path("ff") / "config.json").read_bytes())
     kind = " [ff (Medusa-style)]"
     for few, names in ((places[1:], ["head", "mine"]), (places, ["a/head", "b/head", "b/mine"])):
-        found, _ = find_heads(list(map(str, few)), {}, None, False)
+        found, _ = find_heads(list(map(str, few)), {}, False)
         assert [one.name for one in found] == [f"{name}{kind}" for name in names]
     with pytest.raises(UsageError, match="named twice"):
-        find_heads([NAMES[0], NAMES[0]], {}, None, on_gpu=False)
+        find_heads([NAMES[0], NAMES[0]], {}, on_gpu=False)
     with pytest.raises(CheckpointError, match="no head"):
-        find_heads(["/no/such/head"], {}, None, on_gpu=False)
+        find_heads(["/no/such/head"], {}, on_gpu=False)
 
 
 def test_variants_are_rows_of_their_own() -> None:
-    found, _ = find_heads(NAMES[3:4], {"K=3": {"num_speculative_tokens": 3}}, None, on_gpu=False)
+    found, _ = find_heads(NAMES[3:4], {"K=3": {"num_speculative_tokens": 3}}, on_gpu=False)
     assert [one.name for one in found] == ["btree", "btree, K=3"]
     assert found[1].speculative == {"method": "mtpc", "model": NAMES[3], "num_speculative_tokens": 3}
 
 
 @pytest.mark.parametrize(
-    ("names", "configured", "num_drafts", "layers", "wanted"),
+    ("names", "configured", "wanted"),
     [
-        (["ngram"], {}, None, 0, {"ngram": 5}),
-        (["suffix"], {}, None, 0, {"suffix": None}),
-        (["mtp"], {}, None, 2, {"MTP": 2}),
-        (["mtp"], {}, 4, 2, {"MTP": 4}),
-        ([], {"e": {"method": "eagle", "model": "m"}}, None, 0, {"e": 5}),
-        ([], {"e": {"method": "eagle", "model": "m", "num_speculative_tokens": 7}}, 3, 0, {"e": 7}),
+        (["ngram"], {}, {"ngram": 5}),
+        (["suffix"], {}, {"suffix": None}),
+        (["mtp"], {}, {"MTP": 2}),
+        ([], {"e": {"method": "eagle", "model": "m"}}, {"e": 5}),
+        ([], {"e": {"method": "eagle", "model": "m", "num_speculative_tokens": 7}}, {"e": 7}),
     ],
 )
-def test_peers_have_a_number_of_drafts(monkeypatch, names, configured, num_drafts, layers, wanted) -> None:
+def test_peers_have_a_number_of_drafts(monkeypatch, names, configured, wanted) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: "installed")
-    monkeypatch.setattr(decodings, "count_mtp_layers", lambda engine: layers)
-    found, missing = find_peers(names, configured, num_drafts, {})
+    monkeypatch.setattr(decodings, "count_mtp_layers", lambda engine: 2)
+    found, missing = find_peers(names, configured, {})
     assert {one.name: one.speculative.get("num_speculative_tokens") for one in found} == wanted and not missing
     assert [one.is_required for one in found] == [bool(configured)] and not found[0].is_ours
 
@@ -277,50 +271,41 @@ def test_peers_have_a_number_of_drafts(monkeypatch, names, configured, num_draft
 def test_peers_that_cannot_run_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(decodings, "count_mtp_layers", lambda engine: 0)
-    found, missing = find_peers(["suffix", "mtp"], {}, None, {})
+    found, missing = find_peers(["suffix", "mtp"], {}, {})
     assert not found and missing == [
         ("suffix", "arctic-inference is not installed", False),
         ("MTP", "the target bundles no MTP layers that vLLM serves", False),
     ]
     with pytest.raises(UsageError, match="type --heads FOLDER"):
-        find_peers([], {"e": {"method": "mtpc", "model": "FOLDER"}}, None, {})
+        find_peers([], {"e": {"method": "mtpc", "model": "FOLDER"}}, {})
 
 
 def compare_engines(engines: Engines, decodings=(PLAIN, BTREE), cells=(SAMPLED,), rounds=1, order="interleaved"):
-    into = Comparison()
-    compare(decodings, cells, rounds, engines.start, order, into)
-    return into
+    return compare(decodings, cells, "abcd", rounds, engines.start, order)
 
 
-def test_interleaved_rounds_reverse_the_order_of_engines() -> None:
-    engines = Engines(lambda *_: 1.0)
+def test_interleaved_rounds_reverse_the_order_of_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = Engines(monkeypatch, lambda *_: 1.0)
     compare_engines(engines, cells=[SAMPLED, GREEDY], rounds=2)
     assert engines.log[:2] == [("start", "plain"), ("start", "btree")]  # all run before the first pass
     turns = [entry for entry in engines.log if entry[0] in ("plain", "btree")]
     assert [name for name, *_ in turns] == ["plain", "btree"] * 2 + ["btree", "plain"] * 2
-    assert [cell for _, cell, _ in turns] == ["T=1, c=1", "T=1, c=1", "T=0, c=1", "T=0, c=1"] * 2
-    assert [first for *_, first in turns] == ["0"] * 4 + ["2"] * 4  # other prompts in the second round
+    assert [cell for _, cell, *_ in turns] == ["T=1, c=1", "T=1, c=1", "T=0, c=1", "T=0, c=1"] * 2
+    assert ["".join(prompts) for _, _, *prompts in turns] == ["ab"] * 4 + ["cd"] * 4  # other ones in the second round
 
 
-def test_speedup_is_unchanged_when_the_machine_slows_down() -> None:
+def test_speedup_is_unchanged_when_the_machine_slows_down(monkeypatch: pytest.MonkeyPatch) -> None:
     """btree takes half of plain's time, while the machine slows down threefold from round to round."""
-    found = compare_engines(Engines(lambda name, _, turn: 3.0**turn * (0.5 if name == "btree" else 1.0)), rounds=3)
+    engines = Engines(monkeypatch, lambda name, _, turn: 3.0**turn * (0.5 if name == "btree" else 1.0))
+    found = compare_engines(engines, rounds=3)
     plain, btree = make_rows(found)
     assert btree["speedups"] == [2.0, 2.0, 2.0] and btree["speedup"] == 2.0
     assert plain["speedup"] is None and plain["tokens_per_second_spread"] == [0.89, 8.0]
 
 
-def test_sequential_engines_are_compared_with_plain_before_and_after() -> None:
+def test_sequential_engines_are_compared_with_plain_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain takes 1 s before and 2 s after: 8 and 4 tok/s, on average 6."""
-    has_drafted = []
-
-    def seconds(name: str, setting: Setting, turn: int) -> float:
-        if name == "btree":
-            has_drafted.append(True)
-            return 0.5
-        return 2.0 if has_drafted else 1.0
-
-    engines = Engines(seconds)
+    engines = Engines(monkeypatch, lambda name, _, turn: 0.5 if name == "btree" else 1.0 + turn)
     plain, btree = make_rows(compare_engines(engines, order="bracketed"))
     alone = [entry for entry in engines.log if entry[0] in ("start", "end")]
     assert alone == [(what, name) for name in ("plain", "btree", "plain") for what in ("start", "end")]
@@ -329,8 +314,8 @@ def test_sequential_engines_are_compared_with_plain_before_and_after() -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_engine_that_does_not_start_is_reported(order: str) -> None:
-    engines = Engines(lambda *_: 1.0)
+def test_engine_that_does_not_start_is_reported(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = Engines(monkeypatch, lambda *_: 1.0)
     engines.cannot_start.add("btree")
     found = compare_engines(engines, [PLAIN, NGRAM, BTREE], order=order, rounds=2)
     assert {one.decoding.name for one in found.passes} == {"plain", "ngram"}
@@ -340,13 +325,13 @@ def test_engine_that_does_not_start_is_reported(order: str) -> None:
         compare_engines(engines, order=order)
 
 
-def test_engine_that_fails_later_keeps_its_passes() -> None:
+def test_engine_that_fails_later_keeps_its_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     def seconds(name: str, setting: Setting, turn: int) -> float:
         if (name, turn) == ("ngram", 1):
             raise EngineFailed("ended\nout of memory")
         return 1.0
 
-    found = compare_engines(Engines(seconds), [PLAIN, NGRAM, BTREE], rounds=3)
+    found = compare_engines(Engines(monkeypatch, seconds), [PLAIN, NGRAM, BTREE], rounds=3)
     assert {row["decoding"]: row["rounds"] for row in make_rows(found)} == {"plain": 3, "ngram": 1, "btree": 3}
     assert found.missing[0].reason == "its engine failed: out of memory"
 
@@ -377,18 +362,18 @@ def passes(who, cell, *seconds: float, **more) -> list[Pass]:
 
 
 def test_rows_are_medians_of_rounds_and_sums_of_counters() -> None:
-    found = passes(BTREE, SAMPLED, 1.0, 0.5, 4.0, cpu_seconds=0.5)
+    found = passes(BTREE, SAMPLED, 1.0, 0.5, 4.0)
     (row,) = make_rows(Comparison(found))
     assert (row["tokens_per_second"], row["speedup"], row["speedup_spread"]) == (8.0, 1.0, [0.25, 2.0])
-    assert row["tokens_per_step"] == 1 + 9 / 12 and row["drafted_share"] == 9 / 12  # of 12 steps of a request
+    assert row["tokens_per_step"] == 1 + 9 / 12  # of 12 steps of a request
     assert row["acceptance_per_position"] == [round(6 / 9, 4), round(3 / 9, 4)]
     assert (row["ttft_ms"], row["tpot_ms"], row["identical"]) == (20.0, 5.0, None)
     header, lines = details([row])
     shown = dict(zip(header, lines[0], strict=True))
-    assert (shown["TPOT ms"], shown["CPU s"], shown["wall s"], shown["identical"]) == ("5.00", "0.50", "1.00", "-")
+    assert (shown["TPOT ms"], shown["identical"]) == ("5.00", "-")
     # steps are those with drafts where others are not counted
     (row,) = make_rows(Comparison(passes(NGRAM, SAMPLED, 1.0, acceptance=Acceptance(3, 6, 3, (2, 1)))))
-    assert row["tokens_per_step"] == 2.0 and row["drafted_share"] is None
+    assert row["tokens_per_step"] == 2.0
 
 
 def test_greedy_rows_have_the_counts_of_the_identity_check() -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import subprocess
 import sys
-import time
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +15,7 @@ from tests.support.peers import change, make_mimo
 from vllm_mtpc import demo
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.options import API_KEY, count_mtp_layers
-from vllm_mtpc.engine.process import cpu_seconds
-from vllm_mtpc.engine.served import Engine, Setting
+from vllm_mtpc.engine.served import Setting, complete_greedy, measure
 from vllm_mtpc.engine.server import VllmServer, run_server
 from vllm_mtpc.errors import EngineFailed, UsageError
 
@@ -41,7 +37,7 @@ vllm:spec_decode_steps_total{engine="0",model_name="demo"} 60.0
 vllm:spec_decode_drafts_pruned_total{by="schedule",engine="0",model_name="demo"} 80.0
 vllm:spec_decode_drafts_pruned_total{by="confidence",engine="0",model_name="demo"} 10.0
 """
-SETTING = Setting(clients=2, temperature=0.0, max_tokens=4, prompts=3, first=1)
+SETTING = Setting(clients=2, temperature=0.0, max_tokens=4, prompts=3)
 
 
 def test_counters_are_read_and_subtracted() -> None:
@@ -67,7 +63,7 @@ def test_tokens_per_step_is_over_all_steps() -> None:
 class FakeClient:
     """A server whose counters grow by three accepted drafts in four steps from one reading to the next."""
 
-    process, url = None, "http://localhost:1"
+    url = "http://localhost:1"
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -83,7 +79,7 @@ class FakeClient:
 
 
 @pytest.mark.parametrize("completed", [3, 2])
-def test_pass_sends_the_prompts_of_its_setting(monkeypatch: pytest.MonkeyPatch, completed: int) -> None:
+def test_pass_sends_the_prompts_in_its_setting(monkeypatch: pytest.MonkeyPatch, completed: int) -> None:
     sent = SimpleNamespace()
 
     def bench_serve(args: Namespace) -> dict[str, Any]:
@@ -93,24 +89,23 @@ def test_pass_sends_the_prompts_of_its_setting(monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr("vllm.benchmarks.serve.main", bench_serve)
     client = FakeClient()
-    engine = Engine(client, ["a", [7, 8]])
     if completed < 3:
         with pytest.raises(EngineFailed, match="answered 2 of 3 requests"):
-            engine.measure(SETTING)
+            measure(client, SETTING, ["a", [7, 8], "b"])
         return
-    found = engine.measure(SETTING)
-    assert sent.prompts == '{"prompt": [7, 8]}\n{"prompt": "a"}\n{"prompt": [7, 8]}\n'  # from `first` on, repeated
+    found = measure(client, SETTING, ["a", [7, 8], "b"])
+    assert sent.prompts == '{"prompt": "a"}\n{"prompt": [7, 8]}\n{"prompt": "b"}\n'
     assert (sent.args.max_concurrency, sent.args.temperature, sent.args.base_url) == (2, 0.0, client.url)
     assert sent.args.extra_body == {"max_tokens": 4, "ignore_eos": True} and sent.args.save_detailed
-    assert client.bodies[0]["prompt"] == [[7, 8], "a"]  # the warm-up, of so many clients
+    assert client.bodies[0]["prompt"] == ["a", [7, 8]]  # the warm-up, of so many clients
     assert (found.tokens_per_second, found.acceptance.tokens_per_step) == (6.0, 1.75)
     assert (found.ttft_ms, found.tpot_ms) == (200.0, 200.0)
 
 
 def test_greedy_check_sends_prompts_alone_and_together() -> None:
     client = FakeClient()
-    assert Engine(client, ["a", "bc"]).complete_greedy(SETTING, 3) == [[1], [1], [2], [1]]
-    assert [(body["prompt"], body["temperature"]) for body in client.bodies] == [(["a"], 0.0), (["a", "bc", "a"], 0.0)]
+    assert complete_greedy(client, ["a", "bc"], 4) == [[1], [1], [2]]
+    assert [(body["prompt"], body["temperature"]) for body in client.bodies] == [(["a"], 0.0), (["a", "bc"], 0.0)]
 
 
 def test_mtp_layers_are_counted_from_the_config(tmp_path: Path) -> None:
@@ -135,7 +130,7 @@ def test_stop_ends_processes_that_ignore_sigterm(tmp_path: Path) -> None:
         "time.sleep(60)"
     )
     with pytest.raises(EngineFailed, match="was not healthy after 8 s"):
-        asyncio.run(VllmServer([], program=[sys.executable, "-c", code]).start_async(timeout_s=8))
+        VllmServer([], program=[sys.executable, "-c", code]).start(timeout_s=8)
     assert not is_running(int((tmp_path / "pid").read_text()))
 
 
@@ -148,16 +143,3 @@ def test_server_that_ends_is_reported_at_once(tmp_path: Path, monkeypatch: pytes
     failure = pytest.raises(EngineFailed, match=r"(?s)exit code 7.*no such model \[\]")  # nor a key
     with failure, run_server(["x"], tmp_path / "log"):
         pass
-
-
-def test_cpu_seconds_include_child_processes() -> None:
-    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
-    with subprocess.Popen([sys.executable, "-c", code]) as process:
-        deadline = time.monotonic() + 60
-        while cpu_seconds(process.pid) < 1.0:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        own = psutil.Process(process.pid).cpu_times()
-        assert own.user + own.system < 1.0  # the rest is its child's
-        for child in psutil.Process(process.pid).children():
-            child.kill()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, Json, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Json, field_validator
 
 from vllm_mtpc.engine.options import EngineOptions, parse_mapping
 
@@ -37,6 +37,8 @@ class BatchOptions(EngineOptions):
 # memory, and does not start if other processes use some of it.
 ON_CPU = {"enforce_eager": True, "enable_chunked_prefill": False, "kv_cache_memory_bytes": 1 << 30}
 
+RESOURCES = ("tensor_parallel_size", "gpu_memory_utilization", "kv_cache_memory_bytes")  # they do not change the text
+
 
 class RegenerateOptions(BaseModel):
     """Prompts cut from data, and responses by the target. A field is a flag of `vllm-mtpc regenerate`."""
@@ -50,28 +52,19 @@ class RegenerateOptions(BaseModel):
     top_p: float = Field(1.0, gt=0, le=1, description="1: off")
     top_k: int = Field(0, ge=0, description="0: off")
     max_tokens: int = Field(512, ge=1, description="tokens of a response at most")
-    samples: int = Field(1, ge=1, description="responses for each prompt")
     prompt_tokens: int = Field(32, ge=1, description="tokens of a prompt cut from text")
     crops: int = Field(0, ge=0, description="prompts cut from random places of each text; 0: one, its beginning")
     limit: int | None = Field(None, ge=1, description="prompts at most, picked at random by the seed")
     seed: int = Field(0, ge=0, description="decides which prompts are cut and what is sampled")
     split: str = Field("train", description="split of a datasets name")
-    tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share the model")
-    max_model_len: int | None = Field(None, ge=2, description="prompt and response together (default: the model's)")
     dtype: str = Field("auto", description="auto, float32, bfloat16 or float16")
-    kv_cache_memory: int | None = Field(None, ge=1, description="bytes of the KV cache (default: vLLM's; CPU: 1 GiB)")
     ignore_eos: bool = Field(False, description="write on after the end-of-text token")
-    engine: Json[dict[str, Any]] = Field({}, description='more of vllm.LLM, as {"enforce_eager": true}')
-
-    @model_validator(mode="after")
-    def _consistent(self) -> RegenerateOptions:
-        if self.temperature == 0 and self.samples > 1:
-            raise ValueError(f"{self.samples} samples at temperature 0 are the same text; give samples 1")
-        return self
+    engine: Json[dict[str, Any]] = Field({}, description='more of vllm.LLM, as {"tensor_parallel_size": 2}')
 
     def meta(self) -> dict[str, Any]:
         """Return the settings that determine the text: a file is continued with equal ones only."""
-        return self.model_dump(mode="json", exclude={"out", "tensor_parallel_size", "kv_cache_memory"})
+        engine = {key: value for key, value in self.engine.items() if key not in RESOURCES}
+        return {**self.model_dump(mode="json", exclude={"out"}), "engine": engine}
 
     def arguments(self, has_tokenizer: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the arguments of the engine and of the requests' sampling, without `max_tokens`."""
@@ -80,12 +73,10 @@ class RegenerateOptions(BaseModel):
         engine = {
             "model": self.target,
             "dtype": self.dtype,
-            "tensor_parallel_size": self.tensor_parallel_size,
             "skip_tokenizer_init": not has_tokenizer,
             "disable_log_stats": True,
             "seed": self.seed,
             **(ON_CPU if choose_device("auto").type == "cpu" else {}),
+            **self.engine,
         }
-        given = {"max_model_len": self.max_model_len, "kv_cache_memory_bytes": self.kv_cache_memory}
-        engine |= {key: value for key, value in given.items() if value is not None} | self.engine
         return engine, self.model_dump(include={"temperature", "top_p", "top_k", "ignore_eos"})

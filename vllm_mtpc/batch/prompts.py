@@ -43,7 +43,7 @@ class Request(NamedTuple):
 def collect(options: RegenerateOptions, tokenizer: PreTrainedTokenizerBase | None) -> list[Request]:
     """Return all requests of a run in the order of the data; raises UsageError if there are none.
 
-    A repeated prompt gets further samples; at temperature 0, where their text would be the same, it is left out.
+    A repeated prompt gets another sample; at temperature 0, where its text would be the same, it is left out.
     """
     prompts = _some(list(_prompts(options, tokenizer)), options)
     if not prompts:
@@ -56,10 +56,9 @@ def collect(options: RegenerateOptions, tokenizer: PreTrainedTokenizerBase | Non
     for ids, messages in prompts:
         if options.temperature == 0 and seen[ids]:
             continue
-        for _ in range(options.samples):
-            what = json.dumps([list(ids), seen[ids], options.seed]).encode()
-            requests.append(Request(hashlib.sha256(what).hexdigest()[:32], list(ids), messages))
-            seen[ids] += 1
+        what = json.dumps([list(ids), seen[ids], options.seed]).encode()
+        requests.append(Request(hashlib.sha256(what).hexdigest()[:32], list(ids), messages))
+        seen[ids] += 1
     return requests
 
 

@@ -82,7 +82,7 @@ def regenerate(options: RegenerateOptions) -> Path:
     if skipped == len(requests):
         raise UsageError(
             f"all {skipped} prompts are longer than target {options.target} can continue; "
-            "give shorter prompts, or a larger --max-model-len"
+            "give shorter prompts, or a larger max_model_len in --engine"
         )
     if skipped:
         print(f"regenerate: skipped {skipped} of {len(requests)} prompts: no room for a response", file=sys.stderr)

@@ -64,7 +64,7 @@ class Worker:
     async def _start(self) -> None:
         # It has no port; with an API key of the environment it would refuse our requests
         server = VllmServer(self._options.command, {API_KEY: "", **self._options.env}, self._program)
-        await server.start_async(self._options.start_timeout_s)
+        await asyncio.to_thread(server.start, self._options.start_timeout_s)
         self._server, self._name = server, uuid.uuid4().hex
 
     async def _revive(self, dead: VllmServer) -> None:
@@ -102,7 +102,7 @@ class Worker:
                 server = self._server
                 try:
                     async with server.ask("POST", line.url, body, {"Content-Type": "application/json"}) as answer:
-                        return record(line, answer.status, await answer.text())
+                        return record(line, answer.status_code, (await answer.aread()).decode())
                 except EngineFailed:
                     await self._revive(server)
         return record(line, fault=f"the engine died while it answered, {self._options.attempts} times in a row")

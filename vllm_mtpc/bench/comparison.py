@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import fmean
 
 from vllm_mtpc.bench.decodings import Decoding, Missing
-from vllm_mtpc.engine.served import Engine, Measured, Setting
+from vllm_mtpc.engine.served import Measured, Prompt, Setting, complete_greedy, measure
+from vllm_mtpc.engine.server import Client
 from vllm_mtpc.errors import EngineFailed
 from vllm_mtpc.progress import Bar
 
-Start = Callable[[Decoding], AbstractContextManager[Engine]]
+Start = Callable[[Decoding], AbstractContextManager[Client]]
 CHECKED = 8  # prompts of the greedy check
 ORDERS = {
     "interleaved": "every round runs each setting on all engines in turn, each second round in the opposite order; "
@@ -30,7 +31,7 @@ ORDERS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pass:
     """One pass of a way of decoding; `baseline`: tokens/s of plain vLLM that it is compared with."""
 
@@ -62,58 +63,74 @@ class Comparison:
 
 
 def compare(
-    decodings: Sequence[Decoding], cells: Sequence[Setting], rounds: int, start: Start, order: str, into: Comparison
-) -> None:
+    decodings: Sequence[Decoding],
+    cells: Sequence[Setting],
+    prompts: Sequence[Prompt],
+    rounds: int,
+    start: Start,
+    order: str,
+) -> Comparison:
     """Measure every setting with every way of decoding.
 
     Args:
         decodings: plain vLLM first.
         cells: settings.
-        rounds: of an engine; every round has other prompts.
+        prompts: of all rounds; every round has other ones, and they repeat if there are too few.
+        rounds: passes of an engine in every setting.
         start: starts the engine of a way of decoding.
         order: of ORDERS.
-        into: receives the passes.
 
     Raises:
         EngineFailed: plain vLLM failed; without it nothing can be compared.
     """
+    found = Comparison()
     together = order == "interleaved"
     groups = [decodings] if together else [[one] for one in (*decodings, decodings[0])]
     with Bar(total=sum(map(len, groups)) * rounds * len(cells), desc="passes", unit="pass") as bar:
         for group in groups:
-            _measure_group(group, cells, rounds, start, into, bar)
-    plain = [one for one in into.passes if one.decoding.is_plain]
-    for number, one in enumerate(into.passes):
+            _measure_group(group, cells, prompts, rounds, start, found, bar)
+    plain = [one for one in found.passes if one.decoding.is_plain]
+    for one in found.passes:
         alike = [other for other in plain if other.cell == one.cell and (other.round == one.round or not together)]
-        into.passes[number] = replace(one, baseline=fmean(other.measured.tokens_per_second for other in alike))
+        one.baseline = fmean(other.measured.tokens_per_second for other in alike)
+    return found
 
 
 def _measure_group(
-    decodings: Sequence[Decoding], cells: Sequence[Setting], rounds: int, start: Start, into: Comparison, bar: Bar
+    decodings: Sequence[Decoding],
+    cells: Sequence[Setting],
+    prompts: Sequence[Prompt],
+    rounds: int,
+    start: Start,
+    into: Comparison,
+    bar: Bar,
 ) -> None:
-    engines: dict[Decoding, Engine] = {}
+    clients: dict[Decoding, Client] = {}
 
     @contextlib.contextmanager
-    def may_fail(decoding: Decoding):
+    def may_fail(decoding: Decoding) -> Iterator[None]:
         try:
             yield
         except EngineFailed as error:
             if decoding.is_plain:
                 raise
-            engines.pop(decoding, None)
+            clients.pop(decoding, None)
             into.missing.append(Missing(decoding.name, f"its engine failed: {error.reason}", decoding.is_required))
+
+    def choose(first: int, count: int) -> list[Prompt]:
+        return list(itertools.islice(itertools.cycle(prompts), first, first + count))
 
     with contextlib.ExitStack() as stack:
         for decoding in decodings:
             bar.set_postfix_str(f"starting {decoding.name}")
             with may_fail(decoding):
-                engines[decoding] = stack.enter_context(start(decoding))
-                into.greedy[decoding] = engines[decoding].complete_greedy(cells[0], CHECKED)
+                clients[decoding] = stack.enter_context(start(decoding))
+                into.greedy[decoding] = complete_greedy(clients[decoding], choose(0, CHECKED), cells[0].max_tokens)
         for turn, cell in itertools.product(range(rounds), cells):
-            for decoding in list(engines)[:: -1 if turn % 2 else 1]:
+            for decoding in list(clients)[:: -1 if turn % 2 else 1]:
                 with may_fail(decoding):
-                    found = engines[decoding].measure(replace(cell, first=turn * cell.prompts))
-                    into.passes.append(Pass(decoding, cell, turn, found))
-                    rate, step = found.tokens_per_second, found.acceptance.tokens_per_step
+                    one = measure(clients[decoding], cell, choose(turn * cell.prompts, cell.prompts))
+                    into.passes.append(Pass(decoding, cell, turn, one))
+                    rate, step = one.tokens_per_second, one.acceptance.tokens_per_step
                     bar.set_postfix_str(f"{decoding.name}, {cell.name}: {rate:.1f} tok/s, {step:.2f} tokens/step")
                     bar.update()

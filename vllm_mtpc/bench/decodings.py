@@ -27,13 +27,11 @@ class Decoding:
     Attributes:
         name: of its rows.
         speculative: vLLM's speculative_config; None: plain vLLM.
-        circuit: of an MtPC head.
         is_required: whether the command fails if it cannot run: a head, or a peer that the user configured.
     """
 
     name: str
     speculative: dict[str, Any] | None = None
-    circuit: str | None = None
     is_required: bool = False
 
     @property
@@ -54,14 +52,13 @@ class Missing(NamedTuple):
 
 
 def find_peers(
-    names: Sequence[str], configured: Mapping[str, dict[str, Any]], num_drafts: int | None, engine: dict[str, Any]
+    names: Sequence[str], configured: Mapping[str, dict[str, Any]], engine: dict[str, Any]
 ) -> tuple[list[Decoding], list[Missing]]:
     """Return vLLM's own methods.
 
     Args:
         names: of PEERS; those that cannot run here are missing.
         configured: speculative_config by name, of peers that the user configured.
-        num_drafts: of every method; None: vLLM's number of MTP layers, else DRAFTS.
         engine: keyword arguments of `vllm.LLM`.
 
     Raises:
@@ -69,9 +66,8 @@ def find_peers(
     """
     found: list[Decoding] = []
     missing: list[Missing] = []
-    count = num_drafts or DRAFTS
     if "ngram" in names:
-        found.append(Decoding("ngram", {"method": "ngram", "num_speculative_tokens": count, **LOOKUP}))
+        found.append(Decoding("ngram", {"method": "ngram", "num_speculative_tokens": DRAFTS, **LOOKUP}))
     if "suffix" in names:
         if importlib.util.find_spec("arctic_inference") is None:
             missing.append(Missing("suffix", "arctic-inference is not installed"))
@@ -79,20 +75,20 @@ def find_peers(
             found.append(Decoding("suffix", {"method": "suffix"}))
     if "mtp" in names:
         if layers := count_mtp_layers(engine):
-            found.append(Decoding("MTP", {"method": "mtp", "num_speculative_tokens": num_drafts or layers}))
+            found.append(Decoding("MTP", {"method": "mtp", "num_speculative_tokens": layers}))
         else:
             missing.append(Missing("MTP", "the target bundles no MTP layers that vLLM serves"))
     for name, config in configured.items():
         if config.get("method") in FAMILIES:
             raise UsageError(f"--peer {name}: a head of this package; type --heads {config.get('model')}")
         if config.get("method") not in CHOOSE_LENGTH:
-            config = {"num_speculative_tokens": count, **config}
+            config = {"num_speculative_tokens": DRAFTS, **config}
         found.append(Decoding(name, config, is_required=True))
     return found, missing
 
 
 def find_heads(
-    names: Sequence[str], variants: Mapping[str, dict[str, Any]], num_drafts: int | None, on_gpu: bool
+    names: Sequence[str], variants: Mapping[str, dict[str, Any]], on_gpu: bool
 ) -> tuple[list[Decoding], list[Missing]]:
     """Return heads of this package, each with the options of its checkpoint and once more for every variant.
 
@@ -101,7 +97,6 @@ def find_heads(
     Args:
         names: folders or hub names.
         variants: more of speculative_config by the variant's name.
-        num_drafts: of every head; None: as the head's config has it.
         on_gpu: whether there is a GPU.
 
     Raises:
@@ -111,16 +106,13 @@ def find_heads(
     has_v2 = on_gpu or os.environ.get("TRITON_INTERPRET") == "1"
     found, missing = [], []
     for label, (name, config) in zip(_labels(configs), configs, strict=True):
-        given: dict[str, Any] = {"method": config.speculators_model_type, "model": name}
-        if num_drafts:
-            given["num_speculative_tokens"] = num_drafts
-        circuit = getattr(config, "circuit", None)
+        given = {"method": config.speculators_model_type, "model": name}
         if getattr(config, "has_draft_layers", True) and not has_v2:  # PTP heads always
             missing.append(Missing(label, "needs a GPU, or scripts/v2_on_cpu.sh vllm-mtpc bench serve ...", True))
             continue
         for variant, more in {"": {}, **variants}.items():
             name = f"{label}, {variant}" if variant else label
-            found.append(Decoding(name, {**given, **more}, circuit, is_required=True))
+            found.append(Decoding(name, {**given, **more}, is_required=True))
     return found, missing
 
 

@@ -16,10 +16,8 @@ SLOWER = 0.97  # of plain vLLM's tokens/s: noise of a machine is below it
 UNSTEADY = 2.0  # fastest round by slowest from which on a row is reported: another process was running
 COLUMN_DEFINITIONS = (
     *DEFINITIONS.splitlines(),
-    "with drafts: share of a request's steps that carried drafts; the schedule by batch size may give none.",
     "identical: greedy answers that equal plain vLLM's token for token, of a check apart from the passes.",
     "TTFT: time to the first token of a request; TPOT: time per later token; medians over requests.",
-    "wall s, CPU s: of a pass, and of the server's processes in it; medians over rounds.",
 )
 
 
@@ -39,7 +37,6 @@ def _row(found: list[Pass], comparison: Comparison) -> Row:
     accepted = reduce(add, (one.acceptance for one in measured), Acceptance())
     return {
         "decoding": decoding.name,
-        "circuit": decoding.circuit,
         "ours": decoding.is_ours,
         "temperature": cell.temperature,
         "clients": cell.clients,
@@ -51,15 +48,11 @@ def _row(found: list[Pass], comparison: Comparison) -> Row:
         "speedup": None if decoding.is_plain else round(median(speedups), 4),
         "speedup_spread": None if decoding.is_plain else [round(min(speedups), 4), round(max(speedups), 4)],
         "tokens_per_step": round(accepted.tokens_per_step, 4),
-        "drafted_share": round(min(1.0, accepted.drafts / accepted.steps), 4) if accepted.steps else None,
         "acceptance_per_position": [round(rate, 4) for rate in accepted.per_position],
         "identical": comparison.identical(decoding) if cell.temperature == 0 else None,
         "ttft_ms": round(median(one.ttft_ms for one in measured), 3),
         "tpot_ms": round(median(one.tpot_ms for one in measured), 3),
         "speedups": [round(value, 4) for value in speedups],
-        "seconds": [round(one.seconds, 4) for one in measured],
-        "cpu_seconds": [round(one.cpu_seconds, 3) for one in measured],
-        "tokens": [one.tokens for one in measured],
     }
 
 
@@ -101,10 +94,7 @@ COLUMNS = (
     ("speed-up", "speedup", "{:.2f}x"),
     ("least..most", "speedup_spread", "{0[0]:.2f}..{0[1]:.2f}"),
     ("tokens/step", "tokens_per_step", "{:.2f}"),
-    ("with drafts", "drafted_share", "{:.0%}"),
     ("acceptance", lambda row: " ".join(f"{rate:.2f}" for rate in row["acceptance_per_position"]) or None),
-    ("wall s", lambda row: f"{median(row['seconds']):.2f}"),
-    ("CPU s", lambda row: f"{median(row['cpu_seconds']):.2f}"),
     ("TTFT ms", "ttft_ms", "{:.1f}"),
     ("TPOT ms", "tpot_ms", "{:.2f}"),
     ("identical", "identical", "{0[0]} of {0[1]}"),

@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from vllm_mtpc.bench.decodings import PEERS, Decoding, Missing, engine_arguments
 from vllm_mtpc.data import prompts
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.engine.options import serve_arguments
-from vllm_mtpc.engine.served import Engine, Setting
-from vllm_mtpc.engine.server import run_server
+from vllm_mtpc.engine.served import Setting
+from vllm_mtpc.engine.server import Client, run_server
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.evaluator import resolve, target_of
 from vllm_mtpc.flags import check_positive, json_object
@@ -45,7 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--demo", action="store_true", help="the packaged target and heads")
     add("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="vLLM's own methods; default: all that run here")
     add("--peer", type=named_json, action="append", default=[], metavar="NAME=JSON", help=PEER_HELP)
-    add("--num-drafts", **n, help="drafts of every method (default: that of the head, 5 for peers)")
     add("--variant", type=named_json, action="append", default=[], metavar="NAME=JSON", help=VARIANT_HELP)
     add("--engine", type=json_object, default={}, metavar="JSON", help="more arguments of every engine (of vllm.LLM)")
     add("--dtype", default=None, help="of the target (default: float32 on a CPU, else auto)")
@@ -74,17 +74,15 @@ def run(args: argparse.Namespace) -> int:
     texts = prompts.load(args.data, args.target, args.rounds * most, args.prompt_tokens, args.max_prompt_tokens)
     length = -(-(max(map(len, texts)) + args.max_tokens + ROOM) // 64) * 64
     engine = engine_arguments(args.target, args.dtype, length, max(args.concurrency), on_gpu, args.engine)
-    found = Comparison(missing=missing)
     with _logs(args) as logs:
 
-        @contextlib.contextmanager
-        def start(decoding: Decoding) -> Iterator[Engine]:
+        def start(decoding: Decoding) -> AbstractContextManager[Client]:
             drafts = {} if decoding.is_plain else {"speculative_config": decoding.speculative}
             name = "".join(letter if letter.isalnum() else "-" for letter in decoding.name)
-            with run_server(serve_arguments({**engine, **drafts}), logs / f"{name}.log") as client:
-                yield Engine(client, texts)
+            return run_server(serve_arguments({**engine, **drafts}), logs / f"{name}.log")
 
-        compare(decodings, cells, args.rounds, start, args.order, found)
+        found = compare(decodings, cells, texts, args.rounds, start, args.order)
+    found.missing = [*missing, *found.missing]
     given = {key: value for key, value in vars(args).items() if key not in ("json", "logs", "run", "bench")}
     result = {
         "kind": SERVED,
@@ -131,7 +129,7 @@ def set_defaults(args: argparse.Namespace, on_gpu: bool) -> None:
     for key, value in (DEMO if args.demo else DEFAULTS).items():
         if getattr(args, key) is None:
             setattr(args, key, value)
-    check_positive(args, "prompts", "max_tokens", "rounds", "prompt_tokens", "num_drafts")
+    check_positive(args, "prompts", "max_tokens", "rounds", "prompt_tokens")
     if min(args.concurrency) < 1 or min(args.temperature) < 0:
         raise UsageError("--concurrency must be 1 or more, --temperature 0 or more")
     args.dtype = args.dtype or ("auto" if on_gpu else "float32")
@@ -141,8 +139,8 @@ def set_defaults(args: argparse.Namespace, on_gpu: bool) -> None:
 def find_decodings(args: argparse.Namespace, on_gpu: bool) -> tuple[list[Decoding], list[Missing]]:
     """Return the ways of decoding, plain vLLM first, and those that cannot run."""
     engine = {"model": args.target, "dtype": args.dtype, **args.engine}
-    peers, missing = find_peers(args.peers, dict(args.peer), args.num_drafts, engine)
-    heads, more = find_heads(args.heads, dict(args.variant), args.num_drafts, on_gpu)
+    peers, missing = find_peers(args.peers, dict(args.peer), engine)
+    heads, more = find_heads(args.heads, dict(args.variant), on_gpu)
     decodings = [Decoding("plain"), *peers, *heads]
     names = [one.name for one in decodings]
     if again := [name for name in names if names.count(name) > 1]:
@@ -170,7 +168,7 @@ def print_result(result: dict[str, Any]) -> None:
     for line in result["definitions"]:
         print(line)
     for row in report.unsteady(found):
-        print(f"warning: {report.place(row)}: rounds differ by more than {report.UNSTEADY:g}x; compare CPU seconds")
+        print(f"warning: {report.place(row)}: rounds differ by more than {report.UNSTEADY:g}x; measure again")
     losing = [f"{report.place(row)} {row['speedup']:.2f}x" for row in report.losing(found)]
     print(f"heads slower than {report.SLOWER:g}x plain: {'; '.join(losing) or 'none'}")
 

@@ -1,8 +1,12 @@
 """Child processes that end with their parent: a process group each, with the output in a log.
 
 `python -m vllm_mtpc.engine.process COMMAND ...` runs a command for a parent that may be killed, as a replica of Ray
-Serve can be. Its standard input is a pipe from the parent: when the pipe closes, the command's process group is ended.
-If this process itself is killed, Linux signals the command.
+Serve can be. Its standard input is a pipe from the parent: when the pipe closes, the command's process group receives
+SIGTERM, and SIGKILL after GRACE_S. If this process itself is killed, Linux signals the command.
+
+Linux can signal `vllm serve` itself when its parent ends (PR_SET_PDEATHSIG), without this process. That is not enough:
+vLLM's engine core does not watch the front-end, so SIGKILL of the front-end leaves the engine, and after SIGTERM alone
+a front-end or an engine that hangs is left. The signal is also sent when the thread that started the process ends.
 """
 
 from __future__ import annotations
@@ -33,18 +37,6 @@ def engine_environment() -> dict[str, str]:
 
 def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def cpu_seconds(pid: int) -> float:
-    """Return user and system CPU seconds of a process and its running descendants."""
-    import psutil
-
-    total = 0.0
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                total += sum(process.cpu_times()[:2])
-    return total
 
 
 def end_group(leader: int, how: signal.Signals) -> None:

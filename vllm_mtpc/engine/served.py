@@ -16,14 +16,12 @@ from typing import Any
 
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.options import flags, read_model_config, serve_arguments
-from vllm_mtpc.engine.process import cpu_seconds
 from vllm_mtpc.engine.server import Client, run_server
 from vllm_mtpc.errors import EngineFailed
 
 # The sampling of a request is its own, without the defaults of the target's generation_config.json.
 OWN_SAMPLING = {"generation_config": "vllm"}
 WARM_UP_TOKENS = 8
-TIMES = ("latencies", "ttfts", "output_lens")  # by request, of `vllm bench serve --save-detailed`
 
 Prompt = str | list[int]  # text, or token ids
 
@@ -84,15 +82,13 @@ class Setting:
         clients: requests in flight at once.
         temperature: of sampling; requests have no seeds, so another pass has other samples.
         max_tokens: of every answer.
-        prompts: number of requests; the engine's prompts repeat if there are fewer.
-        first: index of the first prompt.
+        prompts: number of requests.
     """
 
     clients: int
     temperature: float
     max_tokens: int
     prompts: int
-    first: int = 0
 
     @property
     def name(self) -> str:
@@ -101,62 +97,50 @@ class Setting:
 
 @dataclass(frozen=True)
 class Measured:
-    """Result of one pass: counts of tokens, medians over requests, seconds of the pass and of its processes."""
+    """Result of one pass: its seconds and tokens, counters, and medians over requests."""
 
     seconds: float
     tokens: int
     acceptance: Acceptance
     ttft_ms: float = 0.0
     tpot_ms: float = 0.0
-    cpu_seconds: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
 
 
-class Engine:
-    """A running server and the prompts that its passes choose from."""
+def measure(client: Client, setting: Setting, prompts: Sequence[Prompt]) -> Measured:
+    """Warm up and run one pass of `vllm bench serve` over the prompts.
 
-    def __init__(self, client: Client, prompts: Sequence[Prompt]) -> None:
-        self._client, self._prompts = client, prompts
+    Raises:
+        EngineFailed: the server did not answer all requests.
+    """
+    _complete(client, prompts[: setting.clients], setting.temperature, WARM_UP_TOKENS)
+    before = client.acceptance()
+    result = _bench_serve(client.url, setting, prompts)
+    if result["completed"] < len(prompts):
+        answered = f"{result['completed']} of {len(prompts)} requests"
+        raise EngineFailed(f"vllm serve answered {answered} of {setting.name}")
+    times = zip(result["latencies"], result["ttfts"], result["output_lens"], strict=True)
+    tpots = [(latency - first) / max(1, tokens - 1) for latency, first, tokens in times]
+    return Measured(
+        result["duration"],
+        result["total_output_tokens"],
+        client.acceptance() - before,
+        round(1000 * median(result["ttfts"]), 3),
+        round(1000 * median(tpots), 3),
+    )
 
-    def measure(self, setting: Setting) -> Measured:
-        """Run one pass.
 
-        Raises:
-            EngineFailed: the server did not answer all requests.
-        """
-        prompts = self._choose(setting.first, setting.prompts)
-        self._complete(prompts[: setting.clients], setting.temperature, WARM_UP_TOKENS)
-        process = self._client.process or 0
-        used, before = cpu_seconds(process), self._client.acceptance()
-        result = _bench_serve(self._client.url, setting, prompts)
-        if result["completed"] < setting.prompts:
-            answered = f"{result['completed']} of {setting.prompts} requests"
-            raise EngineFailed(f"vllm serve answered {answered} of {setting.name}")
-        times = zip(*(result[key] for key in TIMES), strict=True)
-        tpots = [(latency - first) / max(1, tokens - 1) for latency, first, tokens in times]
-        return Measured(
-            result["duration"],
-            result["total_output_tokens"],
-            self._client.acceptance() - before,
-            round(1000 * median(result["ttfts"]), 3),
-            round(1000 * median(tpots), 3),
-            cpu_seconds(process) - used,
-        )
+def complete_greedy(client: Client, prompts: Sequence[Prompt], max_tokens: int) -> list[list[int]]:
+    """Return greedy answers: to the first prompt alone, then to all prompts at once."""
+    return [tokens for sent in (prompts[:1], prompts) for tokens in _complete(client, sent, 0.0, max_tokens)]
 
-    def complete_greedy(self, setting: Setting, count: int) -> list[list[int]]:
-        """Return greedy answers to the first `count` prompts: the first one alone, then all of them at once."""
-        prompts = self._choose(0, count)
-        return [tokens for sent in (prompts[:1], prompts) for tokens in self._complete(sent, 0.0, setting.max_tokens)]
 
-    def _choose(self, first: int, count: int) -> list[Prompt]:
-        return [self._prompts[index % len(self._prompts)] for index in range(first, first + count)]
-
-    def _complete(self, prompts: Sequence[Prompt], temperature: float, max_tokens: int) -> list[list[int]]:
-        how = {"temperature": temperature, "max_tokens": max_tokens, "ignore_eos": True}
-        return self._client.complete({"prompt": list(prompts), **how})
+def _complete(client: Client, prompts: Sequence[Prompt], temperature: float, max_tokens: int) -> list[list[int]]:
+    how = {"temperature": temperature, "max_tokens": max_tokens, "ignore_eos": True}
+    return client.complete({"prompt": list(prompts), **how})
 
 
 def _bench_serve(url: str, setting: Setting, prompts: Sequence[Prompt]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
 import json
 import os
 import shutil
@@ -20,24 +19,24 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
+
+import httpx
 
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.options import API_KEY
 from vllm_mtpc.engine.process import engine_environment
 from vllm_mtpc.errors import EngineFailed
 
-if TYPE_CHECKING:
-    import aiohttp
-
 PROGRAM = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
 HOST = "127.0.0.1"
 LOG_LINES = 25  # of the server's output in an error message
 HEALTH_TIMEOUT_S = 20.0
 ANSWER_TIMEOUT_S = 86400.0  # of a whole answer: all tokens of all prompts of a request
-HEADERS = {"Content-Type": "application/json", "Host": "localhost"}
+JSON = {"Content-Type": "application/json"}
+# A connection for each request: vLLM closes those that are idle, and a request must not meet that.
+CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 
 
 class EngineGone(EngineFailed):
@@ -50,57 +49,43 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-class _UnixConnection(http.client.HTTPConnection):
-    """An HTTP connection over the Unix socket that is given as its host."""
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self.host)
-
-
-@dataclass(frozen=True)
 class Client:
-    """Blocking requests to one server.
+    """Blocking requests to one server, from any number of threads.
 
     Args:
         port: local port of the server.
         timeout_s: longest wait for a part of an answer.
-        process: id of the server's first process, where this process started it.
         path: Unix socket of the server, in place of the port.
+        process: id of the server's first process, where this process started it.
     """
 
-    port: int = 0
-    timeout_s: float = 120.0
-    process: int | None = None
-    path: str | None = None
-
-    @property
-    def url(self) -> str:
-        return f"http://{HOST}:{self.port}"
+    def __init__(
+        self, port: int = 0, timeout_s: float = 120.0, path: str | None = None, process: int | None = None
+    ) -> None:
+        self.port, self.timeout_s, self.process = port, timeout_s, process
+        self.url = f"http://{HOST}:{port}" if path is None else "http://localhost"
+        transport = httpx.HTTPTransport(uds=path, limits=CONNECTIONS, verify=False)
+        self._http = httpx.Client(transport=transport, trust_env=False, headers=JSON)
 
     def get(self, path: str, timeout_s: float = 5.0) -> tuple[int, str]:
-        """Return the status and the text of an answer."""
+        """Return the status and the text of an answer. Raises EngineFailed if there is none."""
         return self._send("GET", path, None, timeout_s)
 
     def post(self, path: str, body: bytes, timeout_s: float | None = None) -> tuple[int, str]:
-        """Return the status and the text of an answer."""
+        """Return the status and the text of an answer. Raises EngineFailed if there is none."""
         return self._send("POST", path, body, timeout_s or self.timeout_s)
 
     def _send(self, method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, str]:
-        if self.path is None:
-            connection = http.client.HTTPConnection(HOST, self.port, timeout=timeout_s)
-        else:
-            connection = _UnixConnection(self.path, timeout=timeout_s)
-        with contextlib.closing(connection):
-            connection.request(method, path, body, HEADERS)
-            response = connection.getresponse()
-            return response.status, response.read().decode("utf-8", errors="replace")
+        try:
+            answer = self._http.request(method, self.url + path, content=body, timeout=timeout_s)
+        except httpx.RequestError as error:
+            raise EngineFailed(f"{method} {path} is not answered: {error!r}") from None
+        return answer.status_code, answer.text
 
     def is_healthy(self) -> bool:
         try:
             return self.get("/health", HEALTH_TIMEOUT_S)[0] == 200
-        except (OSError, http.client.HTTPException):
+        except EngineFailed:
             return False
 
     def acceptance(self) -> Acceptance:
@@ -125,10 +110,7 @@ class Client:
             EngineFailed: the server refuses the request or fails.
         """
         asked = json.dumps({**body, "return_token_ids": True}).encode()
-        try:
-            status, text = self.post("/v1/completions", asked, ANSWER_TIMEOUT_S)
-        except (OSError, http.client.HTTPException) as error:
-            raise EngineFailed(f"POST /v1/completions is not answered: {error!r}") from None
+        status, text = self.post("/v1/completions", asked, ANSWER_TIMEOUT_S)
         if status != 200:
             raise EngineFailed(f"POST /v1/completions returned {status}: {text[:500]}")
         return json.loads(text)["choices"]
@@ -145,9 +127,9 @@ class VllmServer:
         port: local port to listen on; None: a Unix socket.
     """
 
+    client: Client  # from the start on
     _process: subprocess.Popen[str]
     _reader: threading.Thread
-    _session: aiohttp.ClientSession | None = None
 
     def __init__(
         self,
@@ -158,14 +140,15 @@ class VllmServer:
         port: int | None = None,
     ) -> None:
         self._folder = tempfile.mkdtemp(prefix="vllm_mtpc-")  # short: a socket's path has at most 107 characters
-        path = str(Path(self._folder, "http")) if port is None else None
-        where = ["--uds", path] if path else ["--host", HOST, "--port", str(port)]
+        self._port, self._path = port, str(Path(self._folder, "http")) if port is None else None
+        where = ["--host", HOST, "--port", str(port)] if self._path is None else ["--uds", self._path]
         self._command = [sys.executable, "-m", "vllm_mtpc.engine.process", *program, *arguments, *where]
         self._environment = {**os.environ, **(environment or {})}
         self._output, self._lines = output, deque[str](maxlen=LOG_LINES)
-        self.client = Client(port or 0, path=path)
+        transport = httpx.AsyncHTTPTransport(uds=self._path, limits=CONNECTIONS, verify=False)
+        self._http = httpx.AsyncClient(transport=transport, trust_env=False, timeout=None, follow_redirects=True)
 
-    async def start_async(self, timeout_s: float = 1800.0) -> None:
+    def start(self, timeout_s: float = 1800.0) -> None:
         """Start the server and wait until it is healthy.
 
         Raises:
@@ -183,14 +166,14 @@ class VllmServer:
         )
         self._reader = threading.Thread(target=self._read_output, daemon=True)
         self._reader.start()
-        self.client = replace(self.client, process=self._process.pid)
+        self.client = Client(self._port or 0, path=self._path, process=self._process.pid)
         deadline = time.monotonic() + timeout_s
         try:
             while not self.client.is_healthy():
                 self.check_running()
                 if time.monotonic() > deadline:
                     raise self._failure(f"was not healthy after {timeout_s:.0f} s")
-                await asyncio.sleep(0.25)
+                time.sleep(0.25)
         except BaseException:
             self.stop()
             raise
@@ -217,16 +200,11 @@ class VllmServer:
             self.check_running()
             raise self._failure("is not healthy")
 
-    async def wait(self) -> None:
-        """Return when the server has ended."""
-        while self._process.poll() is None:
-            await asyncio.sleep(0.2)
-
     @contextlib.asynccontextmanager
     async def ask(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send one request; leaving the context early cancels it.
+    ) -> AsyncIterator[httpx.Response]:
+        """Send one request and yield the response before its body is read; leaving the context early cancels it.
 
         vLLM answers 500 to the requests of an engine that dies, so after such a status the engine is checked.
 
@@ -234,30 +212,24 @@ class VllmServer:
             EngineGone: the server does not accept requests any more.
             EngineFailed: the server or its engine ended before the answer was complete.
         """
-        import aiohttp
-
-        if self._session is None:
-            connector = aiohttp.UnixConnector(path=self.client.path or "", limit=0)
-            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
         try:
-            url = f"http://localhost{path}"
-            async with self._session.request(method, url, data=body or None, headers=headers) as response:
-                if response.status >= 500:
+            url = self.client.url + path
+            async with self._http.stream(method, url, content=body or None, headers=headers) as response:
+                if response.status_code >= 500:
                     await asyncio.to_thread(self.check)
                 yield response
-        except aiohttp.ClientConnectorError as error:
+        except httpx.ConnectError as error:
             raise EngineGone(str(self._failure(f"has ended: {error}"))) from None
-        except (aiohttp.ClientError, ConnectionError, asyncio.IncompleteReadError) as error:
+        except httpx.RequestError as error:
             raise self._failure(f"did not answer: {error!r}") from None
 
     async def text(self, path: str) -> str:
         async with self.ask("GET", path) as response:
-            return await response.text()
+            return (await response.aread()).decode()
 
     async def close(self) -> None:
         """Stop the server, and the connections of `ask`."""
-        if self._session is not None:
-            await self._session.close()
+        await self._http.aclose()
         await asyncio.to_thread(self.stop)
 
     def _failure(self, what: str) -> EngineFailed:
@@ -289,7 +261,7 @@ def run_server(arguments: Sequence[str], log: Path, environment: Mapping[str, st
     with log.open("w", encoding="utf-8") as output:
         variables = {**engine_environment(), API_KEY: "", **(environment or {})}
         server = VllmServer(arguments, variables, PROGRAM, output, free_port())
-        asyncio.run(server.start_async())
+        server.start()
         try:
             yield server.client
         except EngineFailed:

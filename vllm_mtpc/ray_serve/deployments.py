@@ -21,6 +21,7 @@ import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import ray
 from prometheus_client import CONTENT_TYPE_LATEST, Metric, generate_latest
@@ -73,7 +74,7 @@ class Engine:
         self, command: Sequence[str], environment: dict[str, str], start_timeout_s: float, program: Sequence[str]
     ) -> None:
         self.server = VllmServer(command, environment, program, output=sys.stderr)
-        await self.server.start_async(start_timeout_s)
+        await asyncio.to_thread(self.server.start, start_timeout_s)
         self._watch = asyncio.create_task(self._end_with_server())
 
     async def check_health(self) -> None:
@@ -92,14 +93,14 @@ class Engine:
         """Yield the response's head and bytes; a failure is yielded, as Serve logs tracebacks of exceptions."""
         try:
             async with self.server.ask(asked.method, asked.path, asked.body, asked.headers) as answer:
-                is_stream = answer.content_type == "text/event-stream"
-                headers = {name: value for name, value in answer.headers.items() if name.lower() not in OF_RESPONSE}
-                body = b"" if is_stream else await answer.read()
+                is_stream = answer.headers.get("content-type", "").startswith("text/event-stream")
+                headers = {name: value for name, value in answer.headers.items() if name not in OF_RESPONSE}
+                body = b"" if is_stream else await answer.aread()
                 if ABORTED in body:
                     raise EngineGone("vllm serve is being stopped and has aborted the request")
-                yield Head(answer.status, headers, is_stream)
+                yield Head(answer.status_code, headers, is_stream)
                 if is_stream:
-                    async for part in answer.content.iter_any():
+                    async for part in answer.aiter_raw():
                         yield part
                 else:
                     yield body
@@ -110,9 +111,10 @@ class Engine:
 
     async def _end_with_server(self) -> None:
         """End a replica whose server has ended, before Serve's next health check."""
-        await self.server.wait()
         try:
-            self.server.check_running()
+            while True:
+                self.server.check_running()
+                await asyncio.sleep(0.2)
         except EngineFailed as error:
             logger.error("this replica ends: %s (%s)", first_line(error), error.reason)  # its output is above
         os._exit(1)
@@ -132,7 +134,7 @@ class Router:
     async def __call__(self, request: Request) -> Response:
         if request.url.path.rstrip("/") == "/metrics":
             return await self._metrics()
-        path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        path = quote(request.url.path, "/%") + (f"?{request.url.query}" if request.url.query else "")
         headers = {name: value for name, value in request.headers.items() if name.lower() not in OF_CONNECTION}
         asked = Asked(request.method, path, headers, await request.body())
         deadline = time.monotonic() + self._timeout_s
