@@ -16,9 +16,9 @@ import pytest
 
 from vllm_mtpc import cli, demo
 from vllm_mtpc.bench import comparison, decodings, serve_command
-from vllm_mtpc.bench.comparison import ORDERS, Comparison, Pass, compare
+from vllm_mtpc.bench.comparison import ORDERS, Comparison, Pass
 from vllm_mtpc.bench.decodings import Decoding, Missing, find_heads, find_peers
-from vllm_mtpc.bench.report import details, losing, make_rows, overview, unsteady
+from vllm_mtpc.bench.report import details, losing, make_rows, overview
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.served import Measured, Setting
 from vllm_mtpc.errors import CheckpointError, EngineFailed, UsageError
@@ -281,7 +281,9 @@ def test_peers_that_cannot_run_are_missing(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def compare_engines(engines: Engines, decodings=(PLAIN, BTREE), cells=(SAMPLED,), rounds=1, order="interleaved"):
-    return compare(decodings, cells, "abcd", rounds, engines.start, order)
+    found = Comparison(cells, "abcd", rounds)
+    found.run(decodings, engines.start, order)
+    return found
 
 
 def test_interleaved_rounds_reverse_the_order_of_engines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +301,7 @@ def test_speedup_is_unchanged_when_the_machine_slows_down(monkeypatch: pytest.Mo
     engines = Engines(monkeypatch, lambda name, _, turn: 3.0**turn * (0.5 if name == "btree" else 1.0))
     found = compare_engines(engines, rounds=3)
     plain, btree = make_rows(found)
-    assert btree["speedups"] == [2.0, 2.0, 2.0] and btree["speedup"] == 2.0
+    assert btree["speedup_spread"] == [2.0, 2.0] and btree["speedup"] == 2.0
     assert plain["speedup"] is None and plain["tokens_per_second_spread"] == [0.89, 8.0]
 
 
@@ -363,7 +365,7 @@ def passes(who, cell, *seconds: float, **more) -> list[Pass]:
 
 def test_rows_are_medians_of_rounds_and_sums_of_counters() -> None:
     found = passes(BTREE, SAMPLED, 1.0, 0.5, 4.0)
-    (row,) = make_rows(Comparison(found))
+    (row,) = make_rows(Comparison(passes=found))
     assert (row["tokens_per_second"], row["speedup"], row["speedup_spread"]) == (8.0, 1.0, [0.25, 2.0])
     assert row["tokens_per_step"] == 1 + 9 / 12  # of 12 steps of a request
     assert row["acceptance_per_position"] == [round(6 / 9, 4), round(3 / 9, 4)]
@@ -372,14 +374,14 @@ def test_rows_are_medians_of_rounds_and_sums_of_counters() -> None:
     shown = dict(zip(header, lines[0], strict=True))
     assert (shown["TPOT ms"], shown["identical"]) == ("5.00", "-")
     # steps are those with drafts where others are not counted
-    (row,) = make_rows(Comparison(passes(NGRAM, SAMPLED, 1.0, acceptance=Acceptance(3, 6, 3, (2, 1)))))
+    (row,) = make_rows(Comparison(passes=passes(NGRAM, SAMPLED, 1.0, acceptance=Acceptance(3, 6, 3, (2, 1)))))
     assert row["tokens_per_step"] == 2.0
 
 
 def test_greedy_rows_have_the_counts_of_the_identity_check() -> None:
     found = passes(PLAIN, GREEDY, 1.0) + passes(BTREE, GREEDY, 1.0) + passes(BTREE, SAMPLED, 1.0)
     greedy = {PLAIN: [[1, 2], [3, 4]], BTREE: [[1, 2], [3, 5]]}
-    rows = make_rows(Comparison(found, greedy))
+    rows = make_rows(Comparison(passes=found, greedy=greedy))
     assert [(row["decoding"], row["identical"]) for row in rows] == [
         ("btree", None),
         ("plain", None),
@@ -387,18 +389,16 @@ def test_greedy_rows_have_the_counts_of_the_identity_check() -> None:
     ]
 
 
-def test_losing_rows_are_slower_than_plain_and_unsteady_rows_have_rounds_of_different_speed() -> None:
+def test_losing_rows_are_slower_than_plain() -> None:
     for head, peer, lost in ((1.04, 2.0, ["btree"]), (1.02, 2.0, [])):  # 0.96x and 0.98x; only heads are reported
-        rows = make_rows(Comparison([*passes(BTREE, SAMPLED, head), *passes(NGRAM, SAMPLED, peer)]))
+        rows = make_rows(Comparison(passes=[*passes(BTREE, SAMPLED, head), *passes(NGRAM, SAMPLED, peer)]))
         assert [row["decoding"] for row in losing(rows)] == lost
-    rows = make_rows(Comparison([*passes(BTREE, SAMPLED, 1.0, 2.1), *passes(PLAIN, SAMPLED, 1.0, 1.9)]))
-    assert [row["decoding"] for row in unsteady(rows)] == ["btree"]
 
 
 def test_tables_are_ordered_by_setting() -> None:
     four = replace(SAMPLED, clients=4)
     order = [(BTREE, GREEDY), (PLAIN, GREEDY), (PLAIN, four), (PLAIN, SAMPLED)]
-    found = make_rows(Comparison([one for who, cell in order for one in passes(who, cell, 1.0)]))
+    found = make_rows(Comparison(passes=[one for who, cell in order for one in passes(who, cell, 1.0)]))
     assert [(row["temperature"], row["clients"]) for row in found] == [(1.0, 1), (1.0, 4), (0.0, 1), (0.0, 1)]
     header, lines = overview(found)
     assert header == ["tok/s (speed-up)", "T=1, c=1", "T=1, c=4", "T=0, c=1"]

@@ -48,11 +48,44 @@ class Pass:
 
 @dataclass
 class Comparison:
-    """Passes of a run, greedy answers, and ways of decoding that could not run."""
+    """Every setting, measured with every way of decoding.
 
+    Attributes:
+        cells: settings.
+        prompts: of all rounds; every round has other ones, and they repeat if there are too few.
+        rounds: passes of an engine in every setting.
+        passes: results.
+        greedy: answers of the greedy check.
+        missing: ways of decoding that could not run.
+    """
+
+    cells: Sequence[Setting] = ()
+    prompts: Sequence[Prompt] = ()
+    rounds: int = 1
     passes: list[Pass] = field(default_factory=list)
     greedy: dict[Decoding, list[list[int]]] = field(default_factory=dict)
     missing: list[Missing] = field(default_factory=list)
+
+    def run(self, decodings: Sequence[Decoding], start: Start, order: str) -> None:
+        """Measure.
+
+        Args:
+            decodings: plain vLLM first.
+            start: starts the engine of a way of decoding.
+            order: of ORDERS.
+
+        Raises:
+            EngineFailed: plain vLLM failed; without it nothing can be compared.
+        """
+        together = order == "interleaved"
+        groups = [decodings] if together else [[one] for one in (*decodings, decodings[0])]
+        with Bar(total=sum(map(len, groups)) * self.rounds * len(self.cells), desc="passes", unit="pass") as bar:
+            for group in groups:
+                self._measure_group(group, start, bar)
+        plain = [one for one in self.passes if one.decoding.is_plain]
+        for one in self.passes:
+            alike = [other for other in plain if other.cell == one.cell and (other.round == one.round or not together)]
+            one.baseline = fmean(other.measured.tokens_per_second for other in alike)
 
     def identical(self, decoding: Decoding) -> tuple[int, int] | None:
         """Return how many greedy answers equal those of plain vLLM, and their number."""
@@ -61,76 +94,34 @@ class Comparison:
             return None
         return sum(mine == its for mine, its in zip(self.greedy[decoding], plain, strict=True)), len(plain)
 
+    def _measure_group(self, decodings: Sequence[Decoding], start: Start, bar: Bar) -> None:
+        clients: dict[Decoding, Client] = {}
 
-def compare(
-    decodings: Sequence[Decoding],
-    cells: Sequence[Setting],
-    prompts: Sequence[Prompt],
-    rounds: int,
-    start: Start,
-    order: str,
-) -> Comparison:
-    """Measure every setting with every way of decoding.
+        @contextlib.contextmanager
+        def may_fail(decoding: Decoding) -> Iterator[None]:
+            try:
+                yield
+            except EngineFailed as error:
+                if decoding.is_plain:
+                    raise
+                clients.pop(decoding, None)
+                self.missing.append(Missing(decoding.name, f"its engine failed: {error.reason}", decoding.is_required))
 
-    Args:
-        decodings: plain vLLM first.
-        cells: settings.
-        prompts: of all rounds; every round has other ones, and they repeat if there are too few.
-        rounds: passes of an engine in every setting.
-        start: starts the engine of a way of decoding.
-        order: of ORDERS.
-
-    Raises:
-        EngineFailed: plain vLLM failed; without it nothing can be compared.
-    """
-    found = Comparison()
-    together = order == "interleaved"
-    groups = [decodings] if together else [[one] for one in (*decodings, decodings[0])]
-    with Bar(total=sum(map(len, groups)) * rounds * len(cells), desc="passes", unit="pass") as bar:
-        for group in groups:
-            _measure_group(group, cells, prompts, rounds, start, found, bar)
-    plain = [one for one in found.passes if one.decoding.is_plain]
-    for one in found.passes:
-        alike = [other for other in plain if other.cell == one.cell and (other.round == one.round or not together)]
-        one.baseline = fmean(other.measured.tokens_per_second for other in alike)
-    return found
-
-
-def _measure_group(
-    decodings: Sequence[Decoding],
-    cells: Sequence[Setting],
-    prompts: Sequence[Prompt],
-    rounds: int,
-    start: Start,
-    into: Comparison,
-    bar: Bar,
-) -> None:
-    clients: dict[Decoding, Client] = {}
-
-    @contextlib.contextmanager
-    def may_fail(decoding: Decoding) -> Iterator[None]:
-        try:
-            yield
-        except EngineFailed as error:
-            if decoding.is_plain:
-                raise
-            clients.pop(decoding, None)
-            into.missing.append(Missing(decoding.name, f"its engine failed: {error.reason}", decoding.is_required))
-
-    def choose(first: int, count: int) -> list[Prompt]:
-        return list(itertools.islice(itertools.cycle(prompts), first, first + count))
-
-    with contextlib.ExitStack() as stack:
-        for decoding in decodings:
-            bar.set_postfix_str(f"starting {decoding.name}")
-            with may_fail(decoding):
-                clients[decoding] = stack.enter_context(start(decoding))
-                into.greedy[decoding] = complete_greedy(clients[decoding], choose(0, CHECKED), cells[0].max_tokens)
-        for turn, cell in itertools.product(range(rounds), cells):
-            for decoding in list(clients)[:: -1 if turn % 2 else 1]:
+        with contextlib.ExitStack() as stack:
+            for decoding in decodings:
+                bar.set_postfix_str(f"starting {decoding.name}")
                 with may_fail(decoding):
-                    one = measure(clients[decoding], cell, choose(turn * cell.prompts, cell.prompts))
-                    into.passes.append(Pass(decoding, cell, turn, one))
-                    rate, step = one.tokens_per_second, one.acceptance.tokens_per_step
-                    bar.set_postfix_str(f"{decoding.name}, {cell.name}: {rate:.1f} tok/s, {step:.2f} tokens/step")
-                    bar.update()
+                    client = clients[decoding] = stack.enter_context(start(decoding))
+                    self.greedy[decoding] = complete_greedy(client, self._choose(0, CHECKED), self.cells[0].max_tokens)
+            for turn, cell in itertools.product(range(self.rounds), self.cells):
+                chosen = self._choose(turn * cell.prompts, cell.prompts)
+                for decoding in list(clients)[:: -1 if turn % 2 else 1]:
+                    with may_fail(decoding):
+                        one = measure(clients[decoding], cell, chosen)
+                        self.passes.append(Pass(decoding, cell, turn, one))
+                        rate, step = one.tokens_per_second, one.acceptance.tokens_per_step
+                        bar.set_postfix_str(f"{decoding.name}, {cell.name}: {rate:.1f} tok/s, {step:.2f} tokens/step")
+                        bar.update()
+
+    def _choose(self, first: int, count: int) -> list[Prompt]:
+        return list(itertools.islice(itertools.cycle(self.prompts), first, first + count))

@@ -13,7 +13,6 @@ from vllm_mtpc.engine.counters import DEFINITIONS, Acceptance
 
 Row = dict[str, Any]
 SLOWER = 0.97  # of plain vLLM's tokens/s: noise of a machine is below it
-UNSTEADY = 2.0  # fastest round by slowest from which on a row is reported: another process was running
 COLUMN_DEFINITIONS = (
     *DEFINITIONS.splitlines(),
     "identical: greedy answers that equal plain vLLM's token for token, of a check apart from the passes.",
@@ -52,18 +51,12 @@ def _row(found: list[Pass], comparison: Comparison) -> Row:
         "identical": comparison.identical(decoding) if cell.temperature == 0 else None,
         "ttft_ms": round(median(one.ttft_ms for one in measured), 3),
         "tpot_ms": round(median(one.tpot_ms for one in measured), 3),
-        "speedups": [round(value, 4) for value in speedups],
     }
 
 
 def losing(found: Sequence[Row]) -> list[Row]:
     """Return rows of heads of this package that are slower than plain vLLM."""
     return [row for row in found if row["ours"] and row["speedup"] < SLOWER]
-
-
-def unsteady(found: Sequence[Row]) -> list[Row]:
-    """Return rows whose rounds differ more than rounds on an idle machine do."""
-    return [row for row in found if row["tokens_per_second_spread"][1] > UNSTEADY * row["tokens_per_second_spread"][0]]
 
 
 def place(row: Row) -> str:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import signal
-import sys
 import tempfile
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -17,7 +13,7 @@ import torch
 
 from vllm_mtpc import demo
 from vllm_mtpc.bench import comparison, report
-from vllm_mtpc.bench.comparison import Comparison, compare
+from vllm_mtpc.bench.comparison import Comparison
 from vllm_mtpc.bench.decodings import PEERS, Decoding, Missing, engine_arguments, find_heads, find_peers
 from vllm_mtpc.data import prompts
 from vllm_mtpc.engine import provenance
@@ -70,19 +66,19 @@ def run(args: argparse.Namespace) -> int:
     check_folder(args.logs, "--logs")
     decodings, missing = find_decodings(args, on_gpu)
     cells = make_cells(args)
-    most = max(cell.prompts for cell in cells)
-    texts = prompts.load(args.data, args.target, args.rounds * most, args.prompt_tokens, args.max_prompt_tokens)
+    count = args.rounds * max(cell.prompts for cell in cells)
+    texts = prompts.load(args.data, args.target, count, args.prompt_tokens, args.max_prompt_tokens)
     length = -(-(max(map(len, texts)) + args.max_tokens + ROOM) // 64) * 64
     engine = engine_arguments(args.target, args.dtype, length, max(args.concurrency), on_gpu, args.engine)
-    with _logs(args) as logs:
+    found = Comparison(cells, texts, args.rounds, missing=missing)
+    with tempfile.TemporaryDirectory() as folder:
 
         def start(decoding: Decoding) -> AbstractContextManager[Client]:
             drafts = {} if decoding.is_plain else {"speculative_config": decoding.speculative}
             name = "".join(letter if letter.isalnum() else "-" for letter in decoding.name)
-            return run_server(serve_arguments({**engine, **drafts}), logs / f"{name}.log")
+            return run_server(serve_arguments({**engine, **drafts}), (args.logs or Path(folder)) / f"{name}.log")
 
-        found = compare(decodings, cells, texts, args.rounds, start, args.order)
-    found.missing = [*missing, *found.missing]
+        found.run(decodings, start, args.order)
     given = {key: value for key, value in vars(args).items() if key not in ("json", "logs", "run", "bench")}
     result = {
         "kind": SERVED,
@@ -101,17 +97,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"failed: {', '.join(lost)} did not run" if lost else "failed: nothing was compared with plain vLLM")
         return 1
     return 1 if args.dtype == "float32" and differing else 0
-
-
-@contextlib.contextmanager
-def _logs(args: argparse.Namespace) -> Iterator[Path]:
-    """Yield the folder of logs; a SIGTERM raises SystemExit here, so that engines are ended."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            yield args.logs or Path(folder)
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def set_defaults(args: argparse.Namespace, on_gpu: bool) -> None:
@@ -167,8 +152,6 @@ def print_result(result: dict[str, Any]) -> None:
         print(f"not run: {one['name']}: {one['reason']}")
     for line in result["definitions"]:
         print(line)
-    for row in report.unsteady(found):
-        print(f"warning: {report.place(row)}: rounds differ by more than {report.UNSTEADY:g}x; measure again")
     losing = [f"{report.place(row)} {row['speedup']:.2f}x" for row in report.losing(found)]
     print(f"heads slower than {report.SLOWER:g}x plain: {'; '.join(losing) or 'none'}")
 
