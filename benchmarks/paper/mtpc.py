@@ -67,7 +67,7 @@ def expected(record: Mapping[str, Any]) -> Row:
 def served(quick: bool, folders: Sequence[tuple[Path, Row]]) -> Iterator[Row]:
     """The heads next to plain vLLM, whose row comes first, each with its window's speed if all drafts were taken."""
     names = [str(folder) for folder, _ in folders]
-    found, _ = find_heads(names, {"all": ALL_DRAFTS}, on_gpu=False)
+    found = find_heads(names, {"all": ALL_DRAFTS}, on_gpu=False)
     running = [Decoding("plain"), *(one for one in found if one.name.endswith(", all"))]
     cell = replace(CELL, max_tokens=16, prompts=2) if quick else CELL
     engine = engine_arguments(str(demo.path("target")), "float32", 512, 4, False, {})

@@ -17,7 +17,7 @@ import pytest
 from vllm_mtpc import cli, demo
 from vllm_mtpc.bench import comparison, decodings, serve_command
 from vllm_mtpc.bench.comparison import ORDERS, Comparison, Pass
-from vllm_mtpc.bench.decodings import Decoding, Missing, find_heads, find_peers
+from vllm_mtpc.bench.decodings import Decoding, find_heads, find_peers
 from vllm_mtpc.bench.report import details, losing, make_rows, overview
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.served import Measured, Setting
@@ -92,10 +92,8 @@ def test_demo_compares_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decodings, "count_mtp_layers", lambda engine: 0)
     args = with_defaults("--demo")
     assert (args.concurrency, args.rounds, args.dtype, args.order) == ([1, 4, 16], 4, "float32", "interleaved")
-    found, missing = serve_command.find_decodings(args, on_gpu=False)
-    names = [one.name for one in found if one.name != "suffix"]
-    assert names == ["plain", "ngram", "ff (Medusa-style)", "cp", "hmm", "btree"]
-    assert "MTP" in [one.name for one in missing]
+    names = [one.name for one in serve_command.find_decodings(args, on_gpu=False)]
+    assert names == ["plain", "ngram", "suffix", "MTP", "ff (Medusa-style)", "cp", "hmm", "btree"]
     cells = serve_command.make_cells(args)
     assert [(one.clients, one.prompts, one.max_tokens) for one in cells[:3]] == [(1, 8, 96), (4, 12, 96), (16, 48, 96)]
     assert Path(with_defaults("--demo", on_gpu=True).heads[-1]) == demo.path("late")
@@ -136,14 +134,14 @@ def test_options_that_are_not_json_are_refused(words: tuple[str, str]) -> None:
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
     made = Engines(monkeypatch, lambda name, setting, turn: 0.5 if name == "btree" else 1.0)
-    made.decodings, made.missing = [PLAIN, BTREE], [Missing("suffix", "not installed")]
+    made.decodings = [PLAIN, BTREE, Decoding("suffix", {}, fault="not installed")]
 
     monkeypatch.setattr(
         serve_command,
         "run_server",
         lambda words, log: made.start(next(d for d in made.decodings if d.name == log.stem)),
     )
-    monkeypatch.setattr(serve_command, "find_decodings", lambda *_: (made.decodings, list(made.missing)))
+    monkeypatch.setattr(serve_command, "find_decodings", lambda *_: made.decodings)
     return made
 
 
@@ -175,17 +173,17 @@ def test_greedy_answers_that_differ_fail_in_float32(engines: Engines, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("decodings", "missing", "code", "line"),
+    ("decodings", "code", "line"),
     [
-        ([PLAIN, BTREE], [], 1, "failed: btree did not run"),
-        ([PLAIN], [], 1, "failed: nothing was compared with plain vLLM"),
-        ([PLAIN, NGRAM], [Missing("late", "needs a GPU", True)], 1, "failed: late did not run"),
-        ([PLAIN, NGRAM], [], 0, "identical greedy outputs: 8 of 8"),
+        ([PLAIN, BTREE], 1, "failed: btree did not run"),
+        ([PLAIN], 1, "failed: nothing was compared with plain vLLM"),
+        ([PLAIN, NGRAM, replace(BTREE, fault="needs a GPU")], 1, "failed: btree did not run"),
+        ([PLAIN, NGRAM, Decoding("suffix", {}, fault="not installed")], 0, "identical greedy outputs: 8 of 8"),
     ],
 )
-def test_heads_that_did_not_run_fail(engines: Engines, tmp_path, capsys, decodings, missing, code, line) -> None:
+def test_heads_that_did_not_run_fail(engines: Engines, tmp_path, capsys, decodings, code, line) -> None:
     engines.cannot_start.add("btree")
-    engines.decodings, engines.missing = decodings, missing
+    engines.decodings = decodings
     assert run(tmp_path / "r.json") == code
     assert capsys.readouterr().out.strip().endswith(line)
 
@@ -217,18 +215,20 @@ def test_heads_that_need_v2_are_missing_without_a_gpu(tmp_path: Path, monkeypatc
     config = json.loads((demo.path("btree") / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "lora_layers": 2}))
     names = [*NAMES, str(tmp_path)]
-    found, missing = find_heads(names, {}, on_gpu=False)
-    assert [Path(one.speculative["model"]).name for one in found] == ["ff", "cp", "hmm", "btree"] and len(missing) == 4
+    found = find_heads(names, {}, on_gpu=False)
+    runs = [Path(one.speculative["model"]).name for one in found if not one.fault]
+    assert runs == ["ff", "cp", "hmm", "btree"] and len(found) == 8
     assert all(one.is_ours and one.is_required and not one.is_plain for one in found)
-    assert all("needs a GPU" in one.reason and one.is_required for one in missing)
-    on_gpu, _ = find_heads(names, {}, on_gpu=True)
+    assert all("needs a GPU" in one.fault for one in found[4:])
+    on_gpu = find_heads(names, {}, on_gpu=True)
+    assert not any(one.fault for one in on_gpu)
     assert [one.speculative["method"] for one in on_gpu] == ["mtpc"] * 4 + ["ptp"] * 3 + ["mtpc"]
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert len(find_heads(names, {}, on_gpu=False)[0]) == 8
+    assert not any(one.fault for one in find_heads(names, {}, on_gpu=False))
 
 
 def test_heads_have_different_names(tmp_path: Path) -> None:
-    found, _ = find_heads(NAMES, {}, on_gpu=True)
+    found = find_heads(NAMES, {}, on_gpu=True)
     assert [one.name for one in found] == ["ff (Medusa-style)", "cp", "hmm", "btree", "o-ptp", "c-ptp", "late"]
     places = [tmp_path / place for place in ("a/head", "b/head", "b/mine")]
     for place in places:
@@ -236,7 +236,7 @@ def test_heads_have_different_names(tmp_path: Path) -> None:
         (place / "config.json").write_bytes((demo.path("ff") / "config.json").read_bytes())
     kind = " [ff (Medusa-style)]"
     for few, names in ((places[1:], ["head", "mine"]), (places, ["a/head", "b/head", "b/mine"])):
-        found, _ = find_heads(list(map(str, few)), {}, False)
+        found = find_heads(list(map(str, few)), {}, False)
         assert [one.name for one in found] == [f"{name}{kind}" for name in names]
     with pytest.raises(UsageError, match="named twice"):
         find_heads([NAMES[0], NAMES[0]], {}, on_gpu=False)
@@ -245,7 +245,7 @@ def test_heads_have_different_names(tmp_path: Path) -> None:
 
 
 def test_variants_are_rows_of_their_own() -> None:
-    found, _ = find_heads(NAMES[3:4], {"K=3": {"num_speculative_tokens": 3}}, on_gpu=False)
+    found = find_heads(NAMES[3:4], {"K=3": {"num_speculative_tokens": 3}}, on_gpu=False)
     assert [one.name for one in found] == ["btree", "btree, K=3"]
     assert found[1].speculative == {"method": "mtpc", "model": NAMES[3], "num_speculative_tokens": 3}
 
@@ -263,16 +263,16 @@ def test_variants_are_rows_of_their_own() -> None:
 def test_peers_have_a_number_of_drafts(monkeypatch, names, configured, wanted) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: "installed")
     monkeypatch.setattr(decodings, "count_mtp_layers", lambda engine: 2)
-    found, missing = find_peers(names, configured, {})
-    assert {one.name: one.speculative.get("num_speculative_tokens") for one in found} == wanted and not missing
+    found = find_peers(names, configured, {})
+    assert {one.name: one.speculative.get("num_speculative_tokens") for one in found} == wanted
+    assert not any(one.fault for one in found)
     assert [one.is_required for one in found] == [bool(configured)] and not found[0].is_ours
 
 
 def test_peers_that_cannot_run_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(decodings, "count_mtp_layers", lambda engine: 0)
-    found, missing = find_peers(["suffix", "mtp"], {}, {})
-    assert not found and missing == [
+    assert [(one.name, one.fault, one.is_required) for one in find_peers(["suffix", "mtp"], {}, {})] == [
         ("suffix", "arctic-inference is not installed", False),
         ("MTP", "the target bundles no MTP layers that vLLM serves", False),
     ]
@@ -321,7 +321,8 @@ def test_engine_that_does_not_start_is_reported(order: str, monkeypatch: pytest.
     engines.cannot_start.add("btree")
     found = compare_engines(engines, [PLAIN, NGRAM, BTREE], order=order, rounds=2)
     assert {one.decoding.name for one in found.passes} == {"plain", "ngram"}
-    assert found.missing == [("btree", "its engine failed: ValueError: no such model", True)]
+    (missing,) = found.missing
+    assert (missing.name, missing.fault) == ("btree", "its engine failed: ValueError: no such model")
     engines.cannot_start.add("plain")
     with pytest.raises(EngineFailed, match="no such model"):
         compare_engines(engines, order=order)
@@ -335,7 +336,7 @@ def test_engine_that_fails_later_keeps_its_passes(monkeypatch: pytest.MonkeyPatc
 
     found = compare_engines(Engines(monkeypatch, seconds), [PLAIN, NGRAM, BTREE], rounds=3)
     assert {row["decoding"]: row["rounds"] for row in make_rows(found)} == {"plain": 3, "ngram": 1, "btree": 3}
-    assert found.missing[0].reason == "its engine failed: out of memory"
+    assert found.missing[0].fault == "its engine failed: out of memory"
 
 
 @pytest.mark.parametrize(

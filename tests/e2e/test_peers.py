@@ -19,12 +19,12 @@ def test_peer_is_served(name: str, tmp_path: Path) -> None:
     if name == "mtp":
         make_mimo(tmp_path)
         target, prompts = tmp_path, [[3, 5, 7, 9], [1, 2]]
-        (peer,), _ = find_peers(["mtp"], {}, {"model": str(target), "dtype": "float32"})
+        (peer,) = find_peers(["mtp"], {}, {"model": str(target), "dtype": "float32"})
         assert peer.speculative == {"method": "mtp", "num_speculative_tokens": 1}
     else:
         target, prompts = demo.path("target"), [prompt(40), prompt(25, 3)]
         given = {name: {"method": "draft_model", "model": str(target), "num_speculative_tokens": 3}}
-        (peer,), _ = find_peers([], given, {"model": str(target), "dtype": "float32"})
+        (peer,) = find_peers([], given, {"model": str(target), "dtype": "float32"})
     engine = Engine(str(target), [ask(prompts, 48)], {"speculative_config": peer.speculative, "max_model_len": 240})
     (found,), (plain,) = run_with_plain(engine, "v1")
     assert found.tokens == plain.tokens

@@ -12,10 +12,10 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
-from vllm_mtpc.bench.decodings import Decoding, Missing
+from vllm_mtpc.bench.decodings import Decoding
 from vllm_mtpc.engine.served import Measured, Prompt, Setting, complete_greedy, measure
 from vllm_mtpc.engine.server import Client
 from vllm_mtpc.errors import EngineFailed
@@ -56,7 +56,7 @@ class Comparison:
         rounds: passes of an engine in every setting.
         passes: results.
         greedy: answers of the greedy check.
-        missing: ways of decoding that could not run.
+        missing: ways of decoding that could not run, each with its fault.
     """
 
     cells: Sequence[Setting] = ()
@@ -64,21 +64,23 @@ class Comparison:
     rounds: int = 1
     passes: list[Pass] = field(default_factory=list)
     greedy: dict[Decoding, list[list[int]]] = field(default_factory=dict)
-    missing: list[Missing] = field(default_factory=list)
+    missing: list[Decoding] = field(default_factory=list)
 
     def run(self, decodings: Sequence[Decoding], start: Start, order: str) -> None:
         """Measure.
 
         Args:
-            decodings: plain vLLM first.
+            decodings: plain vLLM first; those with a fault are missing.
             start: starts the engine of a way of decoding.
             order: of ORDERS.
 
         Raises:
             EngineFailed: plain vLLM failed; without it nothing can be compared.
         """
+        self.missing = [one for one in decodings if one.fault]
+        running = [one for one in decodings if not one.fault]
         together = order == "interleaved"
-        groups = [decodings] if together else [[one] for one in (*decodings, decodings[0])]
+        groups = [running] if together else [[one] for one in (*running, running[0])]
         with Bar(total=sum(map(len, groups)) * self.rounds * len(self.cells), desc="passes", unit="pass") as bar:
             for group in groups:
                 self._measure_group(group, start, bar)
@@ -105,7 +107,7 @@ class Comparison:
                 if decoding.is_plain:
                     raise
                 clients.pop(decoding, None)
-                self.missing.append(Missing(decoding.name, f"its engine failed: {error.reason}", decoding.is_required))
+                self.missing.append(replace(decoding, fault=f"its engine failed: {error.reason}"))
 
         with contextlib.ExitStack() as stack:
             for decoding in decodings:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm_mtpc.engine.options import ON_CPU, count_mtp_layers
 from vllm_mtpc.errors import UsageError
@@ -28,11 +28,13 @@ class Decoding:
         name: of its rows.
         speculative: vLLM's speculative_config; None: plain vLLM.
         is_required: whether the command fails if it cannot run: a head, or a peer that the user configured.
+        fault: why it cannot run here; empty if it can.
     """
 
     name: str
     speculative: dict[str, Any] | None = None
     is_required: bool = False
+    fault: str = ""
 
     @property
     def is_plain(self) -> bool:
@@ -43,53 +45,39 @@ class Decoding:
         return (self.speculative or {}).get("method") in FAMILIES
 
 
-class Missing(NamedTuple):
-    """A way of decoding that was not run."""
-
-    name: str
-    reason: str
-    is_required: bool = False
-
-
 def find_peers(
     names: Sequence[str], configured: Mapping[str, dict[str, Any]], engine: dict[str, Any]
-) -> tuple[list[Decoding], list[Missing]]:
+) -> list[Decoding]:
     """Return vLLM's own methods.
 
     Args:
-        names: of PEERS; those that cannot run here are missing.
+        names: of PEERS.
         configured: speculative_config by name, of peers that the user configured.
         engine: keyword arguments of `vllm.LLM`.
 
     Raises:
         UsageError: a configured peer is a head of this package.
     """
-    found: list[Decoding] = []
-    missing: list[Missing] = []
+    found = []
     if "ngram" in names:
         found.append(Decoding("ngram", {"method": "ngram", "num_speculative_tokens": DRAFTS, **LOOKUP}))
     if "suffix" in names:
-        if importlib.util.find_spec("arctic_inference") is None:
-            missing.append(Missing("suffix", "arctic-inference is not installed"))
-        else:
-            found.append(Decoding("suffix", {"method": "suffix"}))
+        fault = "" if importlib.util.find_spec("arctic_inference") else "arctic-inference is not installed"
+        found.append(Decoding("suffix", {"method": "suffix"}, fault=fault))
     if "mtp" in names:
-        if layers := count_mtp_layers(engine):
-            found.append(Decoding("MTP", {"method": "mtp", "num_speculative_tokens": layers}))
-        else:
-            missing.append(Missing("MTP", "the target bundles no MTP layers that vLLM serves"))
+        layers = count_mtp_layers(engine)
+        fault = "" if layers else "the target bundles no MTP layers that vLLM serves"
+        found.append(Decoding("MTP", {"method": "mtp", "num_speculative_tokens": layers}, fault=fault))
     for name, config in configured.items():
         if config.get("method") in FAMILIES:
             raise UsageError(f"--peer {name}: a head of this package; type --heads {config.get('model')}")
         if config.get("method") not in CHOOSE_LENGTH:
             config = {"num_speculative_tokens": DRAFTS, **config}
         found.append(Decoding(name, config, is_required=True))
-    return found, missing
+    return found
 
 
-def find_heads(
-    names: Sequence[str], variants: Mapping[str, dict[str, Any]], on_gpu: bool
-) -> tuple[list[Decoding], list[Missing]]:
+def find_heads(names: Sequence[str], variants: Mapping[str, dict[str, Any]], on_gpu: bool) -> list[Decoding]:
     """Return heads of this package, each with the options of its checkpoint and once more for every variant.
 
     PTP heads and draft layers need Model Runner V2: a GPU, or the interpreted kernels of scripts/v2_on_cpu.sh.
@@ -104,16 +92,15 @@ def find_heads(
     """
     configs = [(name, resolve(name)[1]) for name in names]
     has_v2 = on_gpu or os.environ.get("TRITON_INTERPRET") == "1"
-    found, missing = [], []
+    found = []
     for label, (name, config) in zip(_labels(configs), configs, strict=True):
         given = {"method": config.speculators_model_type, "model": name}
-        if getattr(config, "has_draft_layers", True) and not has_v2:  # PTP heads always
-            missing.append(Missing(label, "needs a GPU, or scripts/v2_on_cpu.sh vllm-mtpc bench serve ...", True))
-            continue
+        needs_v2 = getattr(config, "has_draft_layers", True)  # PTP heads always
+        fault = "needs a GPU, or scripts/v2_on_cpu.sh vllm-mtpc bench serve ..." if needs_v2 and not has_v2 else ""
         for variant, more in {"": {}, **variants}.items():
             name = f"{label}, {variant}" if variant else label
-            found.append(Decoding(name, {**given, **more}, is_required=True))
-    return found, missing
+            found.append(Decoding(name, {**given, **more}, is_required=True, fault=fault))
+    return found
 
 
 def _labels(configs: Sequence[tuple[str, Any]]) -> list[str]:

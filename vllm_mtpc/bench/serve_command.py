@@ -14,7 +14,7 @@ import torch
 from vllm_mtpc import demo
 from vllm_mtpc.bench import comparison, report
 from vllm_mtpc.bench.comparison import Comparison
-from vllm_mtpc.bench.decodings import PEERS, Decoding, Missing, engine_arguments, find_heads, find_peers
+from vllm_mtpc.bench.decodings import PEERS, Decoding, engine_arguments, find_heads, find_peers
 from vllm_mtpc.data import prompts
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.engine.options import serve_arguments
@@ -64,13 +64,13 @@ def run(args: argparse.Namespace) -> int:
     set_defaults(args, on_gpu)
     check_file(args.json)
     check_folder(args.logs, "--logs")
-    decodings, missing = find_decodings(args, on_gpu)
+    decodings = find_decodings(args, on_gpu)
     cells = make_cells(args)
     count = args.rounds * max(cell.prompts for cell in cells)
     texts = prompts.load(args.data, args.target, count, args.prompt_tokens, args.max_prompt_tokens)
     length = -(-(max(map(len, texts)) + args.max_tokens + ROOM) // 64) * 64
     engine = engine_arguments(args.target, args.dtype, length, max(args.concurrency), on_gpu, args.engine)
-    found = Comparison(cells, texts, args.rounds, missing=missing)
+    found = Comparison(cells, texts, args.rounds)
     with tempfile.TemporaryDirectory() as folder:
 
         def start(decoding: Decoding) -> AbstractContextManager[Client]:
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         "definitions": [*report.COLUMN_DEFINITIONS, f"{args.order}: {comparison.ORDERS[args.order]}"],
         "settings": {**{key: provenance.public(value) for key, value in given.items()}, "distinct_prompts": len(texts)},
         "rows": report.make_rows(found),
-        "not_run": [one._asdict() for one in found.missing],
+        "not_run": [{"name": one.name, "reason": one.fault, "is_required": one.is_required} for one in found.missing],
     }
     if args.json:
         write_json(args.json, result)
@@ -121,16 +121,15 @@ def set_defaults(args: argparse.Namespace, on_gpu: bool) -> None:
     args.order = args.order or ("bracketed" if on_gpu else "interleaved")
 
 
-def find_decodings(args: argparse.Namespace, on_gpu: bool) -> tuple[list[Decoding], list[Missing]]:
-    """Return the ways of decoding, plain vLLM first, and those that cannot run."""
+def find_decodings(args: argparse.Namespace, on_gpu: bool) -> list[Decoding]:
+    """Return the ways of decoding, plain vLLM first."""
     engine = {"model": args.target, "dtype": args.dtype, **args.engine}
-    peers, missing = find_peers(args.peers, dict(args.peer), engine)
-    heads, more = find_heads(args.heads, dict(args.variant), on_gpu)
-    decodings = [Decoding("plain"), *peers, *heads]
+    peers = find_peers(args.peers, dict(args.peer), engine)
+    decodings = [Decoding("plain"), *peers, *find_heads(args.heads, dict(args.variant), on_gpu)]
     names = [one.name for one in decodings]
     if again := [name for name in names if names.count(name) > 1]:
         raise UsageError(f"--peer {again[0]}: another row has this name; choose a different one")
-    return decodings, missing + more
+    return decodings
 
 
 def make_cells(args: argparse.Namespace) -> list[Setting]:
