@@ -16,7 +16,7 @@ from vllm_mtpc import demo
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.options import API_KEY, count_mtp_layers
 from vllm_mtpc.engine.served import Setting, complete_greedy, measure
-from vllm_mtpc.engine.server import VllmServer, run_server
+from vllm_mtpc.engine.server import Client, VllmServer, run_server
 from vllm_mtpc.errors import EngineFailed, UsageError
 
 PROMETHEUS = """\
@@ -122,16 +122,28 @@ def is_running(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-def test_stop_ends_processes_that_ignore_sigterm(tmp_path: Path) -> None:
+def test_server_that_is_not_healthy_in_time_is_stopped() -> None:
+    server = VllmServer([], program=[sys.executable, "-c", "import time; time.sleep(60)"])
+    with pytest.raises(EngineFailed, match="was not healthy after 1 s"):
+        server.start(timeout_s=0.6)
+    with pytest.raises(EngineFailed, match="ended with exit code"):
+        server.check_running()
+
+
+def test_stop_ends_processes_that_ignore_sigterm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     grandchild = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
     code = (
         f"import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', {grandchild!r}], "
-        f"stdout=subprocess.PIPE); p.stdout.readline(); open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid)); "
-        "time.sleep(60)"
+        "stdout=subprocess.PIPE); p.stdout.readline(); print('grandchild', p.pid, flush=True); time.sleep(60)"
     )
-    with pytest.raises(EngineFailed, match="was not healthy after 8 s"):
-        VllmServer([], program=[sys.executable, "-c", code]).start(timeout_s=8)
-    assert not is_running(int((tmp_path / "pid").read_text()))
+    with (tmp_path / "log").open("w") as log:
+        server = VllmServer([], program=[sys.executable, "-c", code], output=log)
+        monkeypatch.setattr(Client, "is_healthy", lambda _: (tmp_path / "log").read_text().endswith("\n"))
+        server.start(timeout_s=60)
+        pid = int((tmp_path / "log").read_text().split()[-1])
+        assert is_running(pid)
+        server.stop()
+    assert not is_running(pid)
 
 
 def test_server_that_ends_is_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,11 @@ import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+import httpx
 import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
@@ -62,11 +62,9 @@ def typed(root: Path) -> list[str]:
 
 
 def ask(client: Client, path: str, authorization: str | None, body: dict | None = None) -> tuple[int, dict]:
-    headers = {"Content-Type": "application/json"} | ({"Authorization": authorization} if authorization else {})
-    with contextlib.closing(HTTPConnection("127.0.0.1", client.port, timeout=120)) as connection:
-        connection.request("POST" if body else "GET", path, json.dumps(body) if body else None, headers)
-        response = connection.getresponse()
-        return response.status, json.loads(response.read() or b"{}")
+    headers = {"Authorization": authorization} if authorization else {}
+    response = httpx.request("POST" if body else "GET", client.url + path, json=body, headers=headers, timeout=120)
+    return response.status_code, json.loads(response.content or b"{}")
 
 
 @pytest.mark.slow

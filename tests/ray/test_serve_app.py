@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import signal
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
@@ -60,19 +59,10 @@ def test_responses_and_errors_are_those_of_the_server(client):
     assert client.get("/nothing")[0] == 404
 
 
-@contextmanager
-def post(client: Client, body: dict, headers: dict[str, str]) -> Iterator[http.client.HTTPResponse]:
-    with closing(http.client.HTTPConnection("127.0.0.1", client.port, timeout=60)) as connection:
-        headers = {"Content-Type": "application/json", **headers}
-        connection.request("POST", "/v1/completions", json.dumps(body), headers)
-        yield connection.getresponse()
-
-
 def test_headers_are_forwarded_both_ways(client):
     headers = {"Authorization": "Bearer me", "X-Request-Id": "seven"}
-    with post(client, {"prompt": "x"}, headers) as response:
-        assert json.loads(response.read())["token"] == "Bearer me"
-        assert response.getheader("X-Request-Id") == "seven"
+    response = httpx.post(f"{client.url}/v1/completions", json={"prompt": "x"}, headers=headers, timeout=60)
+    assert response.json()["token"] == "Bearer me" and response.headers["X-Request-Id"] == "seven"
 
 
 def test_api_key_reaches_engines_by_their_environment(client):
@@ -87,15 +77,16 @@ def test_api_key_reaches_engines_by_their_environment(client):
 def stream(client: Client, prompt: str, on_first=lambda event: None) -> tuple[list[dict], list[float]]:
     """Events of a stream and when each came; `on_first` is called at the first one."""
     events, times, is_done = [], [], False
-    with post(client, {"prompt": prompt, "stream": True, "max_tokens": 20}, {}) as response:
-        assert response.status == 200
-        for line in response:
-            if line.startswith(b"data: {"):
-                events.append(json.loads(line[len(b"data: ") :]))
+    body = {"prompt": prompt, "stream": True, "max_tokens": 20}
+    with httpx.stream("POST", f"{client.url}/v1/completions", json=body, timeout=60) as response:
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                events.append(json.loads(line[len("data: ") :]))
                 times.append(time.monotonic())
                 if len(events) == 1:
                     on_first(events[0])
-            is_done = is_done or line.startswith(b"data: [DONE]")
+            is_done = is_done or line == "data: [DONE]"
         assert is_done
     return events, times
 

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 GRACE_S = 5.0  # from the end of the parent
 
@@ -48,16 +49,12 @@ def end_group(leader: int, how: signal.Signals) -> None:
 def main(command: list[str]) -> int:
     """Run a command until it ends or standard input closes."""
 
-    def end() -> None:
-        end_group(child.pid, signal.SIGTERM)
-        killer = threading.Timer(GRACE_S, end_group, (child.pid, signal.SIGKILL))
-        killer.daemon = True
-        killer.start()
-
     def watch() -> None:
         while os.read(0, 4096):
             pass
-        end()
+        end_group(child.pid, signal.SIGTERM)
+        time.sleep(GRACE_S)
+        end_group(child.pid, signal.SIGKILL)
 
     on_start = _end_with_parent if sys.platform == "linux" else None
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=on_start)
