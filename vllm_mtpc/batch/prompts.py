@@ -6,7 +6,7 @@ import hashlib
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -90,7 +90,9 @@ def _prompts(options: RegenerateOptions, tokenizer: PreTrainedTokenizerBase | No
             raise UsageError(f"{origin}: keys {', '.join(record)}; a record must be one of {FORMS}")
 
 
-def _cutter(options: RegenerateOptions, tokenizer: PreTrainedTokenizerBase | None) -> Any:
+def _cutter(
+    options: RegenerateOptions, tokenizer: PreTrainedTokenizerBase | None
+) -> Callable[[list[int]], Iterator[Prompt]]:
     """Return a function that yields the prompts of a text: its beginning, or crops at positions drawn with the seed.
 
     Every second crop starts at a line of the text. The tokenizer's begin-of-text token is repeated before the crops of
@@ -105,17 +107,17 @@ def _cutter(options: RegenerateOptions, tokenizer: PreTrainedTokenizerBase | Non
 
     def cut(tokens: list[int]) -> Iterator[Prompt]:
         generator = random.Random(f"{options.seed}:{next(texts)}")
-        tokens = tokens[:-1] if tokens and tokens[-1] == end else tokens
-        lead = [begin] if begin is not None and begin != end and tokens and tokens[0] == begin else []
+        if tokens and tokens[-1] == end:
+            tokens = tokens[:-1]
         last = len(tokens) - length
-        starts = [0] if tokens else []
-        if options.crops and last > 0:
-            lines = [place for place in range(1, last + 1) if ends_line(tokens[place - 1])]
-            starts = [
-                generator.choice(lines) if crop % 2 and lines else generator.randint(0, last)
-                for crop in range(options.crops)
-            ]
-        for start in starts:
+        if not options.crops or last <= 0:
+            if tokens:
+                yield tuple(tokens[:length]), None
+            return
+        lead = [begin] if tokens[0] == begin != end else []
+        lines = [place for place in range(1, last + 1) if ends_line(tokens[place - 1])]
+        for crop in range(options.crops):
+            start = generator.choice(lines) if crop % 2 and lines else generator.randint(0, last)
             yield tuple([*lead, *tokens[start : start + length - len(lead)]] if start else tokens[:length]), None
 
     return cut
