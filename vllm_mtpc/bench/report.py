@@ -37,6 +37,7 @@ def _row(found: list[Pass], comparison: Comparison) -> Row:
     return {
         "decoding": decoding.name,
         "ours": decoding.is_ours,
+        "setting": cell.name,
         "temperature": cell.temperature,
         "clients": cell.clients,
         "prompts": cell.prompts,
@@ -54,23 +55,19 @@ def _row(found: list[Pass], comparison: Comparison) -> Row:
     }
 
 
-def losing(found: Sequence[Row]) -> list[Row]:
-    """Return rows of heads of this package that are slower than plain vLLM."""
-    return [row for row in found if row["ours"] and row["speedup"] < SLOWER]
-
-
-def place(row: Row) -> str:
-    return f"{row['decoding']} T={row['temperature']:g} c={row['clients']}"
+def losing(found: Sequence[Row]) -> list[str]:
+    """Return rows of heads of this package that are slower than plain vLLM, e.g. "btree T=1, c=16 0.91x"."""
+    slow = [row for row in found if row["ours"] and row["speedup"] < SLOWER]
+    return [f"{row['decoding']} {row['setting']} {row['speedup']:.2f}x" for row in slow]
 
 
 def overview(found: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Return the header and lines of a table: tok/s and speed-up by way of decoding and setting."""
-    settings = list(dict.fromkeys((row["temperature"], row["clients"]) for row in found))
-    lines = []
-    for name in dict.fromkeys(row["decoding"] for row in found):
-        by_setting = {(row["temperature"], row["clients"]): row for row in found if row["decoding"] == name}
-        lines.append([name, *(_cell(by_setting.get(setting)) for setting in settings)])
-    return ["tok/s (speed-up)", *(f"T={T:g}, c={clients}" for T, clients in settings)], lines
+    settings = list(dict.fromkeys(row["setting"] for row in found))
+    rows = {(row["decoding"], row["setting"]): row for row in found}
+    names = dict.fromkeys(row["decoding"] for row in found)
+    lines = [[name, *(_cell(rows.get((name, setting))) for setting in settings)] for name in names]
+    return ["tok/s (speed-up)", *settings], lines
 
 
 def _cell(row: Row | None) -> str:
@@ -81,7 +78,7 @@ def _cell(row: Row | None) -> str:
 
 
 COLUMNS = (
-    ("T, c", lambda row: f"T={row['temperature']:g}, c={row['clients']}"),
+    ("T, c", "setting"),
     ("decoding", "decoding"),
     ("tok/s", "tokens_per_second", "{:.1f}"),
     ("speed-up", "speedup", "{:.2f}x"),

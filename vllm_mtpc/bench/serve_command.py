@@ -151,8 +151,7 @@ def print_result(result: dict[str, Any]) -> None:
         print(f"not run: {one['name']}: {one['reason']}")
     for line in result["definitions"]:
         print(line)
-    losing = [f"{report.place(row)} {row['speedup']:.2f}x" for row in report.losing(found)]
-    print(f"heads slower than {report.SLOWER:g}x plain: {'; '.join(losing) or 'none'}")
+    print(f"heads slower than {report.SLOWER:g}x plain: {'; '.join(report.losing(found)) or 'none'}")
 
 
 def print_identity(found: Comparison) -> bool:
