@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from itertools import zip_longest
 from typing import Any
@@ -47,16 +49,19 @@ class Acceptance:
         shares = ", ".join(f"{name} {100 * count / room:.0f} %" for name, count in named)
         return f"drafts pruned: {shares}" if shares else ""
 
-    def __add__(self, other: Acceptance, sign: int = 1) -> Acceptance:
-        def total(mine: Any, its: Any) -> Any:
-            if isinstance(mine, int):
-                return mine + sign * its
-            return tuple(total(*pair) for pair in zip_longest(mine, its, fillvalue=0))
-
-        return Acceptance(*map(total, astuple(self), astuple(other)))
+    def __add__(self, other: Acceptance) -> Acceptance:
+        return self._combine(other, operator.add)
 
     def __sub__(self, earlier: Acceptance) -> Acceptance:
-        return self.__add__(earlier, -1)
+        return self._combine(earlier, operator.sub)
+
+    def _combine(self, other: Acceptance, operation: Callable[[int, int], int]) -> Acceptance:
+        def combine(mine: Any, its: Any) -> Any:
+            if isinstance(mine, int):
+                return operation(mine, its)
+            return tuple(operation(*pair) for pair in zip_longest(mine, its, fillvalue=0))
+
+        return Acceptance(*map(combine, astuple(self), astuple(other)))
 
     @classmethod
     def read(cls, metrics: str) -> Acceptance:

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint import read_config, resolve_head, resolve_verifier
-from vllm_mtpc.engine import server
 from vllm_mtpc.engine.options import API_KEY
+from vllm_mtpc.engine.server import Client, run_server
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.play.app import Play, Side
 
@@ -95,15 +95,13 @@ def run_servers(args: argparse.Namespace, names: Sequence[tuple[str, str]]) -> I
     print(f"starting two servers of {target}, plain and with {first.name}; this takes a minute", flush=True)
     with tempfile.TemporaryDirectory() as logs, contextlib.ExitStack() as stack, ThreadPoolExecutor() as pool:
 
-        def start(name: str) -> server.Client:
-            log = Path(logs) / f"{name}.log"
-            return stack.enter_context(server.run_server(arguments[name], log, environment))
+        def start(name: str) -> Client:
+            return stack.enter_context(run_server(arguments[name], Path(logs) / f"{name}.log", environment))
 
         plain, head = pool.map(start, arguments)
-        url = f"http://{server.HOST}:{head.port}"
-        sides = [Side(name, url, str(folder)) for name, folder in folders.items()]
+        sides = [Side(name, head.url, str(folder)) for name, folder in folders.items()]
         shown = "the packaged demo" if is_demo else Path(target).name
-        yield Play(shown, Side("plain", f"http://{server.HOST}:{plain.port}"), sides, PROMPTS[is_demo])
+        yield Play(shown, Side("plain", plain.url), sides, PROMPTS[is_demo])
 
 
 def show(args: argparse.Namespace, play: Play) -> None:
@@ -111,7 +109,9 @@ def show(args: argparse.Namespace, play: Play) -> None:
     from aiohttp import web
 
     if args.host not in ("127.0.0.1", "localhost", "::1"):
-        warning = f"warning: --host {args.host}: everyone who reaches it uses the servers with your {API_KEY}"
-        print(warning, file=sys.stderr)
+        print(
+            f"warning: --host {args.host}: everyone who reaches it uses the servers with your {API_KEY}",
+            file=sys.stderr,
+        )
     print(f"open http://{args.host}:{args.port} (Ctrl+C ends it)", flush=True)
     web.run_app(play.app(args.host), host=args.host, port=args.port, print=None)
