@@ -109,9 +109,7 @@ def show(args: argparse.Namespace, play: Play) -> None:
     from aiohttp import web
 
     if args.host not in ("127.0.0.1", "localhost", "::1"):
-        print(
-            f"warning: --host {args.host}: everyone who reaches it uses the servers with your {API_KEY}",
-            file=sys.stderr,
-        )
+        reach = f"everyone who reaches it uses the servers with your {API_KEY}"
+        print(f"warning: --host {args.host}: {reach}", file=sys.stderr)
     print(f"open http://{args.host}:{args.port} (Ctrl+C ends it)", flush=True)
     web.run_app(play.app(args.host), host=args.host, port=args.port, print=None)
