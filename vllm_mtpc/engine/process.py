@@ -5,8 +5,9 @@ Serve can be. Its standard input is a pipe from the parent: when the pipe closes
 SIGTERM, and SIGKILL after GRACE_S. If this process itself is killed, Linux signals the command.
 
 Linux can signal `vllm serve` itself when its parent ends (PR_SET_PDEATHSIG), without this process. That is not enough:
-vLLM's engine core does not watch the front-end, so SIGKILL of the front-end leaves the engine, and after SIGTERM alone
-a front-end or an engine that hangs is left. The signal is also sent when the thread that started the process ends.
+vLLM's engine core does not watch the front-end (0.32: both it and its worker ran 21 s after SIGKILL of the front-end),
+and SIGTERM alone does not end a process that hangs. The signal is also sent when the thread that started the process
+ends, and it would be set between fork and exec of a parent with many threads.
 """
 
 from __future__ import annotations
