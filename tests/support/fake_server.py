@@ -2,7 +2,7 @@
 
 `python fake_server.py MODEL ... --uds PATH`. A completion is the prompt backwards, `max_tokens` hundredths of a second
 later; "die" ends the server, "hang" is never answered, "refuse" is refused. Every answer names the process; /metrics
-counts what was asked. After SIGTERM it aborts what it has and is given, as vLLM does, and ends a second later.
+counts what was asked. After SIGTERM it aborts what it has and is given, as vLLM does, and ends seconds later.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ vllm:spec_decode_num_accepted_tokens_total{engine="0"} 15.0
 # TYPE fake:asked_total counter
 fake:asked_total{engine="0"} %d
 """
-asked, stopping, STOP_S = 0, asyncio.Event(), 1.0
+asked, stopping, STOP_S = 0, asyncio.Event(), 3.0
 
 
 async def complete(request: web.Request) -> web.StreamResponse:
