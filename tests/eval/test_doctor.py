@@ -1,4 +1,4 @@
-"""`vllm-mtpc doctor`: served and predicted counters agree, and injected faults are named by their cause.
+"""`vllm-mtpc doctor`: served and expected counters agree, and injected faults are noticed.
 
 Most tests replace the server by the decoding loop on the Hugging Face target, which counts as vLLM does (PTP heads:
 with two passes); three tests start vLLM itself, healthy and, in the slow ones, with a fault and with PTP heads.
@@ -17,21 +17,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.tiny import Decoded, Rejection, TableTarget, continue_all, llama_target, tiny_head
-from tests.support.tiny_ptp import continue_prompt, oracle, random_student
+from tests.support.tiny_ptp import continue_prompt, random_student
 from vllm_mtpc import demo
-from vllm_mtpc.checkpoint import load_head, save_head, save_ptp
+from vllm_mtpc.checkpoint import save_ptp
 from vllm_mtpc.data.prompts import held_out
 from vllm_mtpc.data.sources import load_documents
 from vllm_mtpc.engine import served as engine
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.served import Served
 from vllm_mtpc.errors import EngineFailed, MtpcError, UsageError
-from vllm_mtpc.eval import doctor, ptp_acceptance
+from vllm_mtpc.eval import doctor
 from vllm_mtpc.eval.acceptance import collect, summarise
 from vllm_mtpc.eval.circuit_evaluator import MtpcEvaluator, noise_given_text
-from vllm_mtpc.eval.evaluator import Asked, attach, load
-from vllm_mtpc.eval.metrics import StepMetrics
-from vllm_mtpc.eval.ptp_evaluator import PtpComparison, PtpEvaluator
+from vllm_mtpc.eval.evaluator import Asked, Comparison, load
+from vllm_mtpc.eval.ptp_evaluator import PtpEvaluator
 from vllm_mtpc.eval.text import Sampling
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.adapters import DraftLayers
@@ -86,7 +85,7 @@ def test_greedy_counters_are_predicted_to_the_step(loaded, prompts, healthy):
     assert greedy.chain.differing == 0 and greedy.chain.tokens == PROMPTS * TOKENS
     assert 0 < sampled.noise < 0.2 and not sampled.differs
     assert abs(sampled.chain.surprise) < 4
-    assert loaded.find_untrained_head([greedy, sampled], K) is None
+    assert greedy.fault is None and sampled.fault is None
 
 
 def test_noise_is_that_of_repeated_serving():
@@ -110,28 +109,32 @@ def test_noise_is_that_of_repeated_serving():
     assert noise_given_text(contexts) == pytest.approx(values.std().item(), rel=0.1)
 
 
-def test_states_without_the_draft_layers_are_named(loaded, prompts, healthy):
-    """A head with large adapters, served without them."""
-    layers = DraftLayers(loaded.target, 1)
-    generator = torch.Generator().manual_seed(0)
-    for value in layers.parameters():
-        value.data.copy_(torch.randn(value.shape, generator=generator) * 0.3)
-    layered = replace(loaded, draft_layers=layers)
-    comparison = compare(layered, prompts, healthy[0])
-    cause = layered.find_cause([comparison], K)
-    assert comparison.differs and cause.name == "hidden state" and "without its draft layers" in cause.sentence
-
-
-def random_head(loaded) -> torch.nn.Module:
+def random_head(loaded: MtpcEvaluator) -> torch.nn.Module:
     torch.manual_seed(0)
     return build_head(loaded.config).eval().requires_grad_(False)
 
 
-def test_another_head_is_named(loaded, prompts):
-    """A trained one, and one of random weights, whose acceptance is at chance."""
-    for head, name in ((load(str(demo.path("ff"))).head, "head"), (random_head(loaded), "hidden state")):
-        comparison = compare(loaded, prompts, serve(head, loaded.target, prompts, 0.0))
-        assert comparison.differs and loaded.find_cause([comparison], K).name == name
+def large_draft_layers(loaded: MtpcEvaluator) -> DraftLayers:
+    layers, generator = DraftLayers(loaded.target, 1), torch.Generator().manual_seed(0)
+    for value in layers.parameters():
+        value.data.copy_(torch.randn(value.shape, generator=generator) * 0.3)
+    return layers
+
+
+def test_other_drafts_are_noticed(loaded, prompts, healthy):
+    """Drafts of another head, of random weights, without the head's draft layers, and fewer of them than asked for."""
+    others = [load(str(demo.path("ff"))).head, random_head(loaded)]
+    cases = [(loaded, serve(head, loaded.target, prompts, 0.0)) for head in others]
+    cases.append((replace(loaded, draft_layers=large_draft_layers(loaded)), healthy[0]))
+    for evaluator, answer in cases:
+        assert compare(evaluator, prompts, answer).fault == "vLLM does not accept the expected number of drafts"
+    fewer = compare(loaded, prompts, serve(loaded.head, loaded.target, prompts, 0.0, num_drafts=2))
+    assert fewer.fault == "vLLM verified 2.0 drafts per step, expected were 7"
+    good = compare(loaded, prompts, healthy[0])
+    assert "not healthy: at T=0 vLLM verified 2.0 drafts" in doctor.describe_health([fewer, good])
+    within_noise = replace(good, predicted=replace(good.predicted, tokens_per_step=1.1), noise=9.0)
+    assert doctor.describe_health([within_noise]).startswith("healthy within noise: more --prompts")
+    assert doctor.describe_health([good]).startswith("healthy: ")
 
 
 def other_target(folder: Path) -> Path:
@@ -144,40 +147,10 @@ def other_target(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_another_target_is_named(loaded, prompts, tmp_path, temperature):
+def test_another_target_is_noticed(loaded, prompts, tmp_path, temperature):
     target = load_target(other_target(tmp_path / "other"), attention="torch")
-    comparison = compare(loaded, prompts, serve(loaded.head, target, prompts, temperature))
-    assert comparison.chain.other_target and loaded.find_cause([comparison], K).name == "target"
-
-
-def test_other_numbers_of_drafts_are_named(loaded, prompts, healthy):
-    fewer = compare(loaded, prompts, serve(loaded.head, loaded.target, prompts, 0.0, num_drafts=2))
-    cause = loaded.find_cause([fewer], K)
-    assert fewer.differs and cause.name == "drafts" and "2.0 drafts per step" in cause.sentence
-    counted = healthy[0].acceptance
-    reached = (*counted.accepted_per_position[:2], *[0] * (K - 2))
-    lost = replace(counted, accepted_tokens=sum(reached), accepted_per_position=reached)
-    cause = loaded.find_cause([compare(loaded, prompts, replace(healthy[0], acceptance=lost))], K)
-    assert cause.name == "drafts" and "beyond position 2" in cause.sentence
-
-
-def test_lost_precision_is_named(loaded, prompts, tmp_path):
-    """Weights of which bfloat16 keeps little: a large common part under the differences that matter."""
-    config, coarse = load_head(demo.path("btree"))
-    coarse.leaf_weight.data += 40.0  # the softmax does not see it; float32 keeps 5 digits below it, bfloat16 none
-    save_head(tmp_path / "coarse", config, coarse, {}, "made by a test", torch.float32)
-    rounded = MtpcEvaluator.attach(tmp_path / "coarse", loaded.target, torch.bfloat16).head
-    patient = attach(tmp_path / "coarse", loaded.target)
-    comparison = compare(patient, prompts, serve(rounded, loaded.target, prompts, 0.0))
-    cause = patient.find_cause([comparison], K)
-    assert comparison.differs and cause.name == "precision" and "bfloat16" in cause.sentence
-
-
-def test_a_head_for_other_weights_is_named(loaded, prompts):
-    """Served as predicted, and no better than chance on either side."""
-    untrained = replace(loaded, head=random_head(loaded))
-    comparison = compare(untrained, prompts, serve(untrained.head, loaded.target, prompts, 0.0))
-    assert not comparison.differs and untrained.find_untrained_head([comparison], K).name == "hidden state"
+    fault = compare(loaded, prompts, serve(loaded.head, target, prompts, temperature)).fault
+    assert ("standard errors from the target" if temperature else "served tokens are not the target's") in fault
 
 
 def serve_ptp(student: Student, sampling: Sampling = SAMPLED, drafts=PTP_K, seeds=SEEDS, tokens=PTP_TOKENS) -> Served:
@@ -186,9 +159,9 @@ def serve_ptp(student: Student, sampling: Sampling = SAMPLED, drafts=PTP_K, seed
     return as_served(texts, sampling.temperature, drafts)
 
 
-def compare_ptp(student: Student, answer: Served, sampling: Sampling = SAMPLED) -> tuple[PtpEvaluator, PtpComparison]:
+def compare_ptp(student: Student, answer: Served, sampling: Sampling = SAMPLED) -> Comparison:
     loaded = PtpEvaluator(Path("head"), student.config, student, student.target)
-    return loaded, loaded.compare(Asked(PTP_PROMPTS, PTP_K, sampling.top_k, sampling.top_p, SEEDS), answer)
+    return loaded.compare(Asked(PTP_PROMPTS, PTP_K, sampling.top_k, sampling.top_p, SEEDS), answer)
 
 
 @pytest.mark.parametrize("variant", ["o-ptp", "c-ptp"])
@@ -196,57 +169,26 @@ def compare_ptp(student: Student, answer: Served, sampling: Sampling = SAMPLED) 
 def test_ptp_counters_are_predicted_to_the_step(variant, sampling):
     student = random_student(llama_target(vocab_size=12), variant)
     answer = serve_ptp(student, sampling)
-    _, comparison = compare_ptp(student, answer, sampling)
-    assert comparison.predicted.steps == answer.acceptance.drafts and not comparison.differs
+    comparison = compare_ptp(student, answer, sampling)
+    assert comparison.predicted.steps == answer.acceptance.drafts and comparison.fault is None
     assert comparison.predicted.per_position == pytest.approx(answer.acceptance.per_position)
-    assert comparison.not_picked == 0 and comparison.chain.differing == 0 and not comparison.chain.other_target
+    assert comparison.chain.differing == 0
 
 
-def test_faults_of_ptp_heads_are_named():
+def test_faults_of_ptp_heads_are_noticed():
     """Another head, number of drafts, target, and other seeds: then the text is the target's, but not what u picks."""
     target = llama_target(vocab_size=12)
     student, other = random_student(target), random_student(llama_target(vocab_size=12, seed=9))
     cases = {
-        "head": (serve_ptp(random_student(target, seed=5), GREEDY), GREEDY),
-        "drafts": (serve_ptp(student, drafts=1), SAMPLED),
-        "target": (serve_ptp(other), SAMPLED),
-        "u": (serve_ptp(student, seeds=[seed + 100 for seed in SEEDS]), SAMPLED),
+        "the expected number of drafts": (serve_ptp(random_student(target, seed=5), GREEDY), GREEDY),
+        "1.0 drafts per step": (serve_ptp(student, drafts=1), SAMPLED),
+        "not the target's": (serve_ptp(other), SAMPLED),
+        "served tokens": (serve_ptp(student, seeds=[seed + 100 for seed in SEEDS]), SAMPLED),
     }
-    for name, (answer, sampling) in cases.items():
-        loaded, comparison = compare_ptp(student, answer, sampling)
-        cause = loaded.find_cause([comparison], PTP_K)
-        assert cause.name == name and (comparison.differs or name in ("target", "u"))
-    assert comparison.not_picked > 0.2 and not comparison.chain.other_target and "verify by u" in cause.sentence
-
-
-def test_rows_with_the_wrong_u_are_named():
-    """A student that reads u well; the served one had the numbers of one position too early on its rows."""
-    sampling = Sampling(1.0)
-    right = oracle("o-ptp", vocab_size=12, window=PTP_K + 1)
-    answer = serve_ptp(random_student(right.target), sampling, tokens=7)
-    loaded, comparison = compare_ptp(right, answer, sampling)
-    numbers = {"u": comparison.u, "carried": comparison.u.roll(1, 1)}
-    before = ptp_acceptance.collect(right, comparison.samples, sampling, PTP_K, **numbers)
-    figures = StepMetrics.of(*before.steps(two_pass=True))
-    reached = tuple(round(share * figures.steps) for share in figures.per_position)
-    counted = Acceptance(round(figures.steps), PTP_K * round(figures.steps), sum(reached), reached)
-    cause = loaded.find_cause([replace(comparison, served=replace(answer, acceptance=counted))], PTP_K)
-    assert cause.name == "u" and "before the right one" in cause.sentence
-
-
-def test_a_head_that_does_not_read_u_is_named():
-    student = random_student(llama_target(vocab_size=12))
-    for value in student.lora().values():
-        value.zero_()  # rows that see u, and a target that was never taught to
-    loaded, comparison = compare_ptp(student, serve_ptp(student))
-    assert not comparison.differs and loaded.find_untrained_head([comparison], PTP_K).name == "u"
-    reader = oracle("o-ptp", vocab_size=12, window=PTP_K + 1)
-    answer = serve_ptp(random_student(reader.target), Sampling(1.0), tokens=7)
-    loaded, comparison = compare_ptp(reader, answer, Sampling(1.0))
-    assert loaded.find_untrained_head([comparison], PTP_K) is None
-    baseline = random_student(llama_target(vocab_size=12), "independent")
-    loaded, comparison = compare_ptp(baseline, serve_ptp(baseline))
-    assert loaded.find_untrained_head([comparison], PTP_K) is None  # the baseline is not meant to
+    for words, (answer, sampling) in cases.items():
+        comparison = compare_ptp(student, answer, sampling)
+        assert words in comparison.fault
+    assert comparison.chain.differing > 0.2 * comparison.chain.tokens and abs(comparison.chain.surprise) < 5
 
 
 @pytest.fixture(scope="module")
@@ -305,7 +247,7 @@ def test_vllm_serves_the_demo_as_predicted(tmp_path, capsys, monkeypatch):
     found = json.loads(report.read_text())
     for comparison in found["comparisons"]:
         assert abs(comparison["difference"]) < max(0.02, 3 * comparison["standard_error"])
-        assert comparison["text"]["greedy_tokens_differing"] == 0
+        assert comparison["text"]["tokens_differing"] == 0
         assert comparison["served"]["tokens_per_step"] > 1.5
     assert [comparison["temperature"] for comparison in found["comparisons"]] == [0.0, 1.0]
     kept = load_documents([str(record)], None)  # eight answers at each temperature, as data to train on
@@ -316,8 +258,8 @@ def test_vllm_serves_the_demo_as_predicted(tmp_path, capsys, monkeypatch):
 def test_vllm_serving_another_target_is_noticed(tmp_path):
     injected = str(other_target(tmp_path / "other"))
     few = ("--prompts", "4", "--max-tokens", "32", "--temperature", "0")
-    diagnosis = doctor.diagnose(arguments(HEAD, *few, "--engine", json.dumps({"model": injected})))
-    assert diagnosis.cause.name == "target" and "another target" in diagnosis.verdict
+    (comparison,) = doctor.diagnose(arguments(HEAD, *few, "--engine", json.dumps({"model": injected})))
+    assert "served tokens are not the target's" in comparison.fault
 
 
 @pytest.mark.slow
@@ -328,8 +270,6 @@ def test_vllm_serves_ptp_heads_as_predicted(ptp_head, draft_pass, monkeypatch, r
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("PYTHONPATH", str(root / "scripts" / "interpreter"))
     args = arguments(ptp_head, "--prompts", "3", "--max-tokens", "24", "--device", "cpu", "--draft-pass", draft_pass)
-    diagnosis = doctor.diagnose(args)
-    for comparison in diagnosis.comparisons:
+    for comparison in doctor.diagnose(args):
         assert comparison.served.acceptance.drafts == comparison.predicted.steps
-        assert comparison.difference == pytest.approx(0) and comparison.not_picked == 0
-    assert diagnosis.cause is None or diagnosis.cause.name == "u"  # a random head need not read u
+        assert comparison.difference == pytest.approx(0) and comparison.chain.differing == 0

@@ -1,4 +1,4 @@
-"""`vllm-mtpc doctor`: compare the acceptance that vLLM counts with the expected one, and name causes."""
+"""`vllm-mtpc doctor`: compare the acceptance that vLLM counts with the expected one, along the served text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import importlib.util
 import json
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,28 +17,10 @@ from vllm_mtpc.report import check_file, console, write_json
 
 if TYPE_CHECKING:
     from vllm_mtpc.engine.served import Served
-    from vllm_mtpc.eval.evaluator import Asked, Cause, Comparison, Evaluator
+    from vllm_mtpc.eval.evaluator import Asked, Comparison, Evaluator
 
 MAX_NUM_SEQS = 16
 PROMPT_BYTES = 1 << 16  # of data read for each prompt
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """Result of a comparison; ``cause`` is None where served and predicted acceptance agree."""
-
-    comparisons: list[Comparison]
-    cause: Cause | None
-
-    @property
-    def verdict(self) -> str:
-        from vllm_mtpc.eval.evaluator import TOLERANCE
-
-        if self.cause is not None:
-            return f"not healthy ({self.cause.name}): {self.cause.sentence}."
-        if any(abs(one.difference) > TOLERANCE for one in self.comparisons):
-            return "healthy within noise: more --prompts make the comparison sharper."
-        return f"healthy: vLLM accepts the expected number of drafts, within {TOLERANCE:.0%}."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,17 +44,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from vllm_mtpc.engine import provenance
 
-    diagnosis = diagnose(args)
-    cause, rows = diagnosis.cause and diagnosis.cause.name, [_row(comparison) for comparison in diagnosis.comparisons]
-    _print(rows, diagnosis.verdict)
+    comparisons = diagnose(args)
+    rows, verdict = [_row(comparison) for comparison in comparisons], describe_health(comparisons)
+    healthy = all(comparison.fault is None for comparison in comparisons)
+    _print(rows, verdict)
     if args.json:
-        found = {"head": args.head, "healthy": cause is None, "cause": cause, "verdict": diagnosis.verdict}
-        write_json(args.json, {**provenance.collect(), **found, "comparisons": rows})
-    return 0 if cause is None else 1
+        found = {"head": args.head, "healthy": healthy, "verdict": verdict, "comparisons": rows}
+        write_json(args.json, {**provenance.collect(), **found})
+    return 0 if healthy else 1
 
 
-def diagnose(args: argparse.Namespace) -> Diagnosis:
-    """Serve, predict and compare.
+def diagnose(args: argparse.Namespace) -> list[Comparison]:
+    """Serve the head at each temperature, compute the expected acceptance along the served text, and compare.
 
     Raises:
         UsageError: vLLM is missing or fails.
@@ -119,10 +101,26 @@ def diagnose(args: argparse.Namespace) -> Diagnosis:
         args.record.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     # vLLM has ended, so its memory is free for the target. The dtype is the served one: only drafting can differ.
     evaluator = load(args.head, args.target, served[0].dtype, args.device)
-    comparisons = [evaluator.compare(asked, one) for one in served]
-    has_fault = any(comparison.differs for comparison in comparisons)
-    cause = (evaluator.find_cause if has_fault else evaluator.find_untrained_head)(comparisons, drafts)
-    return Diagnosis(comparisons, cause)
+    return [evaluator.compare(asked, one) for one in served]
+
+
+def describe_health(comparisons: list[Comparison]) -> str:
+    """Return the verdict in one line."""
+    from vllm_mtpc.eval.evaluator import ERRORS, TOLERANCE
+
+    faults = [f"at T={one.served.temperature:g} {one.fault}" for one in comparisons if one.fault]
+    if faults:
+        verdict = f"not healthy: {', '.join(faults)}"
+    elif any(abs(one.difference) > TOLERANCE for one in comparisons):
+        verdict = "healthy within noise: more --prompts make the comparison sharper"
+    else:
+        verdict = "healthy: vLLM accepts the expected number of drafts"
+    numbers = (
+        f"T={one.served.temperature:g}: {one.served.acceptance.tokens_per_drafted_step:.3f} tokens/step, "
+        f"expected {one.predicted.tokens_per_step:.3f} ± {one.noise:.3f}"
+        for one in comparisons
+    )
+    return f"{verdict} ({'; '.join(numbers)}; allowed {TOLERANCE:.0%} or {ERRORS:g} standard errors)."
 
 
 def _prompts(args: argparse.Namespace, target: str, drafts: int) -> tuple[list[list[int]], int]:
@@ -168,7 +166,7 @@ def _serve(
 def _row(comparison: Comparison) -> dict[str, Any]:
     counted, predicted, chain = comparison.served.acceptance, comparison.predicted, comparison.chain
     return {
-        "temperature": comparison.sampling.temperature,
+        "temperature": comparison.served.temperature,
         "served": {"tokens_per_step": counted.tokens_per_drafted_step, "per_position": list(counted.per_position)},
         "predicted": {"tokens_per_step": predicted.tokens_per_step, "per_position": predicted.per_position},
         "standard_error": comparison.noise,
@@ -177,7 +175,7 @@ def _row(comparison: Comparison) -> dict[str, Any]:
         "dtype": comparison.served.dtype,
         "text": {
             "tokens": chain.tokens,
-            "greedy_tokens_differing": chain.differing,
+            "tokens_differing": chain.differing,
             "sampled_surprise_in_standard_errors": chain.surprise,
         },
     }

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -30,13 +29,6 @@ BATCH = 8
 TIE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 
 
-class Cause(NamedTuple):
-    """Why served and expected tokens/step differ."""
-
-    name: str  # drafts, target, precision, hidden state, u or head
-    sentence: str
-
-
 class Asked(NamedTuple):
     """The requests that vLLM answered."""
 
@@ -53,44 +45,49 @@ class Chain:
     """Whether the served text is the Hugging Face target's."""
 
     tokens: int
-    differing: int  # greedy: tokens that are neither its most likely one nor tied with it
+    differing: int  # tokens that the target does not pick: greedy, or with the seed of the request
     surprise: float  # sampled: (-log p of the text - entropy) in standard errors; 0 on average for the target's text
 
     @property
-    def other_target(self) -> bool:
-        """More than 1 % of the tokens are not the target's, or a sampled text is not of its distribution."""
-        return self.differing > max(1, 0.01 * self.tokens) or abs(self.surprise) > 5
+    def fault(self) -> str | None:
+        """Return what is wrong: more than 1 % other tokens, or a sampled text of another distribution."""
+        if self.differing > max(1, 0.01 * self.tokens):
+            return f"{self.differing} of {self.tokens} served tokens are not the target's"
+        if abs(self.surprise) > 5:
+            return f"the sampled text is {self.surprise:+.1f} standard errors from the target's distribution"
+        return None
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Served and predicted tokens/step at one temperature."""
+    """Served and expected tokens/step at one temperature."""
 
     served: Served
-    sampling: Sampling
-    samples: Samples
     predicted: StepMetrics
     noise: float  # standard error of the served tokens/step given the text
     chain: Chain
 
     @property
     def difference(self) -> float:
-        """Served divided by predicted tokens/step, minus one; both over the steps that drafted."""
+        """Served divided by expected tokens/step, minus one; both over the steps that drafted."""
         return self.served.acceptance.tokens_per_drafted_step / self.predicted.tokens_per_step - 1
 
     @property
     def differs(self) -> bool:
-        return not self.agrees(self.predicted)
+        """Whether served and expected tokens/step differ by more than tolerance and noise."""
+        off = abs(self.served.acceptance.tokens_per_drafted_step - self.predicted.tokens_per_step)
+        return off > max(TOLERANCE * self.predicted.tokens_per_step, ERRORS * self.noise)
 
-    def agrees(self, predicted: StepMetrics) -> bool:
-        """Whether the served tokens/step equals ``predicted`` up to tolerance or noise."""
-        off = abs(self.served.acceptance.tokens_per_drafted_step - predicted.tokens_per_step)
-        return off <= max(TOLERANCE * predicted.tokens_per_step, ERRORS * self.noise)
-
-    def distance(self, predicted: StepMetrics) -> float:
-        """Return the largest difference of served and predicted acceptance over the positions."""
-        pairs = zip(self.served.acceptance.per_position, predicted.per_position, strict=False)
-        return max((abs(served - expected) for served, expected in pairs), default=0.0)
+    @property
+    def fault(self) -> str | None:
+        """Return what is wrong, the conditions of the expectation first; None if served and expected agree."""
+        asked, counted = len(self.predicted.per_position), self.served.acceptance
+        verified = counted.draft_tokens / max(1, counted.drafts)
+        if round(verified) != asked:
+            return f"vLLM verified {verified:.1f} drafts per step, expected were {asked}"
+        if self.chain.fault:
+            return self.chain.fault
+        return "vLLM does not accept the expected number of drafts" if self.differs else None
 
 
 class Evaluator(Protocol):
@@ -177,26 +174,6 @@ class Evaluator(Protocol):
             variance += (p * (nats - mean) ** 2).sum().item()
         return Chain(count, differing, excess / math.sqrt(variance) if variance else 0.0)
 
-    def find_cause(self, comparisons: Sequence[Any], num_drafts: int) -> Cause:
-        """Return the most likely cause where one of the comparisons differs."""
-        drafts = (_other_number_of_drafts(one, num_drafts) for one in comparisons)
-        target = (_other_target(one, self.target) for one in comparisons)
-        return (
-            next(filter(None, itertools.chain(drafts, target)), None)
-            or self.find_drafting_fault(comparisons, num_drafts)
-            or next(filter(None, map(_lost_positions, comparisons)), None)
-            or self.find_head_fault(comparisons, num_drafts)
-        )
-
-    def find_drafting_fault(self, comparisons: Sequence[Any], num_drafts: int) -> Cause | None:
-        """Return the fault of drafting that explains the served counters, if one does."""
-
-    def find_head_fault(self, comparisons: Sequence[Any], num_drafts: int) -> Cause:
-        """Return the cause that remains after every other one was excluded."""
-
-    def find_untrained_head(self, comparisons: Sequence[Any], num_drafts: int) -> Cause | None:
-        """Return the cause where the head is served as predicted, but its drafts are no better than chance."""
-
 
 def resolve(name: str) -> tuple[Path, AnyHeadConfig]:
     """Return folder and config of a head without loading it. Raises CheckpointError or HeadConfigError."""
@@ -228,48 +205,3 @@ def attach(folder: Path, target: Target) -> Evaluator:
                 f"trained for ({config.speculators_config.verifier.name_or_path})"
             )
     return FAMILIES[config.speculators_model_type].evaluator.attach(folder, target)
-
-
-def _other_number_of_drafts(comparison: Comparison, num_drafts: int) -> Cause | None:
-    acceptance = comparison.served.acceptance
-    given = acceptance.draft_tokens / max(1, acceptance.drafts)
-    if round(given) == num_drafts:
-        return None
-    wrong = f"vLLM checked {given:.1f} drafts per step where {num_drafts} were expected"
-    return Cause("drafts", f"{wrong}: another num_speculative_tokens is served")
-
-
-def _other_target(comparison: Comparison, target: Target) -> Cause | None:
-    chain = comparison.chain
-    if not chain.other_target:
-        return None
-    shown = f"the sampled text is {chain.surprise:+.1f} standard errors from its distribution"
-    if comparison.sampling.greedy:
-        shown = f"{chain.differing} of {chain.tokens} greedy tokens are not its most likely ones"
-    sentence = f"the served text is not that of {target.name}: {shown}"
-    return Cause("target", f"{sentence}; another target, revision, dtype or tokenizer is served")
-
-
-def _lost_positions(comparison: Comparison) -> Cause | None:
-    """Drafts 1..k are accepted, and of the next ones none, although 10 or more are expected."""
-    counts, predicted = comparison.served.acceptance.accepted_per_position, comparison.predicted.per_position
-    k = next((k for k in range(1, len(counts)) if not counts[k]), 0)
-    if not k or not predicted[k - 1] or counts[k - 1] * predicted[k] / predicted[k - 1] < 10:
-        return None
-    lost = f"no draft beyond position {k} was ever accepted: drafts are lost or pruned before verification"
-    return Cause("drafts", lost)
-
-
-def nearest(comparisons: Sequence[Any], rivals: Iterable[tuple[Cause, Callable[[Any], StepMetrics]]]) -> Cause | None:
-    """Return the cause whose prediction is nearest to the served counters; None where none explains them."""
-    found: list[tuple[float, Cause]] = []
-    for cause, predict in rivals:
-        distance, explains = 0.0, True
-        for comparison in comparisons:
-            metrics = predict(comparison)
-            closer = comparison.distance(metrics) < 0.5 * comparison.distance(comparison.predicted)
-            explains &= comparison.agrees(metrics) and (closer or not comparison.differs)
-            distance += comparison.distance(metrics)
-        if explains:
-            found.append((distance, cause))
-    return min(found)[1] if found else None

@@ -85,19 +85,15 @@ def collect(
     num_drafts: int | None = None,
     seed: int = 0,
     u: Tensor | None = None,
-    carried: Tensor | None = None,
 ) -> Windows:
     """Draft at every position where a server may start a step (``Samples.starts``), and at one more of each text.
 
-    Args:
-        u: [S, L], u[:, k] picked tokens[:, k]; None: drawn inside the intervals.
-        carried: [S, L], the numbers on the rows where they differ from ``u``.
+    u[S, L]: u[:, k] picked tokens[:, k]; None: drawn inside the intervals.
     """
     config = student.config
     drafts = check_drafts(config.window, num_drafts, config.num_speculative_tokens)
     first, count = samples.starts(drafts)
     u = u_of_text(student, samples, sampling, seed) if u is None else u.cpu().float()
-    carried = u if carried is None else carried.cpu().float()
     shape = (len(count), int(count.max()) + 1, drafts)
     right, shuffled = torch.zeros(2, *shape, dtype=torch.bool)
     generator, rows = torch.Generator().manual_seed(seed), draft_rows(student, drafts)
@@ -112,11 +108,9 @@ def collect(
         start = first[texts][row] + column
         prefix = student.prefix(tokens.clamp(min=0))
         own = _shifted(u[texts], row, start, drafts + 2)  # [B, K + 2]: u_(t+1)..u_(t+2+K), which pick
-        on_rows = _shifted(carried[texts], row, start, drafts + 2)
         wanted, x_1 = _shifted(tokens, row, start + 1, drafts), tokens[row, start + 1]  # [B, K], [B]
-        order = torch.randperm(len(on_rows), generator=generator)
-        others = (on_rows[order], own if is_plain else own[order])
-        for found, (shown, picks) in ((right, (on_rows, own)), (shuffled, others)):
+        others = own[torch.randperm(len(own), generator=generator)]
+        for found, shown, picks in ((right, own, own), (shuffled, others, own if is_plain else others)):
             for part in chunks(student, prefix.hidden.shape[1], rows.stop, len(row)):
                 hidden = student.aux(prefix, row[part], start[part], shown[part, : rows.stop])[:, rows]
                 drafted = draft(student, hidden, picks[part, 1 : drafts + 1], sampling.greedy, x_1[part]).cpu()

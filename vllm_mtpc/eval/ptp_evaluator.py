@@ -7,9 +7,8 @@ the predicted counters equal the served ones.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +20,14 @@ from vllm_mtpc.checkpoint.ptp_head import load_student
 from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.engine.served import Served
 from vllm_mtpc.eval import ptp_acceptance as rule
-from vllm_mtpc.eval.evaluator import Asked, Cause, Comparison, Evaluator, nearest
+from vllm_mtpc.eval.evaluator import Asked, Comparison, Evaluator
 from vllm_mtpc.eval.metrics import StepMetrics, shown_shares, shown_tokens
-from vllm_mtpc.eval.ptp_acceptance import PtpMetrics, Windows
+from vllm_mtpc.eval.ptp_acceptance import PtpMetrics
 from vllm_mtpc.eval.text import Samples, Sampling
 from vllm_mtpc.heads.ptp.student import UNINFORMED, Student
 from vllm_mtpc.hf import Target
 from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.plan.row_groups import VARIANTS
-
-NOT_PICKED = 0.01  # share of tokens that may differ from the token u picks, by rounding
-SHIFTS = {
-    "the u of the position before the right one": 1,
-    "the u of the position after the right one": -1,
-    "the u of other requests or positions": None,
-}
 
 
 @dataclass(frozen=True)
@@ -45,16 +37,6 @@ class PtpEvaluation:
     temperature: float
     figures: PtpMetrics
     uses_u: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class PtpComparison(Comparison):
-    """One temperature, of requests with seeds."""
-
-    u: Tensor  # [S, L] that picked the tokens
-    windows: Windows
-    two_pass: bool
-    not_picked: float  # tokens of the sampled text that are not Pick(u, Q)
 
 
 @dataclass(frozen=True)
@@ -125,7 +107,7 @@ class PtpEvaluator(Evaluator):
             )
         return found
 
-    def compare(self, asked: Asked, served: Served) -> PtpComparison:
+    def compare(self, asked: Asked, served: Served) -> Comparison:
         """Compute the expected counters; the target continues each text with the u of its request."""
         sampling = self.sampling(served.temperature, asked.top_p, asked.top_k)
         pairs = zip(asked.prompts, served.outputs, strict=True)
@@ -139,65 +121,20 @@ class PtpEvaluator(Evaluator):
         samples = self.continue_served(asked, served, coupled)
         u = torch.nn.functional.pad(numbers.cpu(), (1, 0), value=UNINFORMED)[:, : samples.tokens.shape[1]]
         windows = rule.collect(self.student, samples, sampling, asked.num_drafts, u=u)
-        two_pass = asked.draft_pass != "merged"
-        predicted, chain = StepMetrics.of(*windows.steps(two_pass)), self.check_chain(samples, sampling)
-        wrong = self._not_picked(samples, sampling, u)
-        return PtpComparison(
-            served, sampling, samples, predicted, 0.0, chain, u=u, windows=windows, two_pass=two_pass, not_picked=wrong
-        )
+        predicted = StepMetrics.of(*windows.steps(two_pass=asked.draft_pass != "merged"))
+        chain = self.check_chain(samples, sampling)
+        if not sampling.greedy:
+            chain = replace(chain, differing=self._count_not_picked(samples, sampling, u))
+        return Comparison(served, predicted, 0.0, chain)
 
     @torch.inference_mode()
-    def _not_picked(self, samples: Samples, sampling: Sampling, u: Tensor) -> float:
-        texts = () if sampling.greedy else zip(u, samples.continuations(self.target), strict=True)
-        wrong = [
-            pick(sampling.log_probs(logits), numbers[at].to(logits.device)) != tokens
-            for numbers, (at, tokens, logits) in texts
-        ]
-        return torch.cat(wrong).double().mean().item() if wrong else 0.0
-
-    def find_drafting_fault(self, comparisons: Sequence[PtpComparison], num_drafts: int) -> Cause | None:
-        if (share := max(one.not_picked for one in comparisons)) > NOT_PICKED:
-            wrong = f"{share:.0%} of the sampled tokens are not what their u picks"
-            return Cause("u", f"{wrong}: the server draws other numbers, or does not verify by u")
-        # Greedy rows all carry one number: these comparisons have to agree as they are.
-        sampled = _sampled(comparisons)
-        if not sampled or any(one.differs for one in comparisons if one.sampling.greedy):
-            return None
-        return nearest(sampled, self._rivals(num_drafts))
-
-    def find_head_fault(self, comparisons: Sequence[PtpComparison], num_drafts: int) -> Cause:
-        return Cause(
-            "head",
-            "the target's text, its u and the number of drafts are as they should be, so the weights that were served "
-            f"are not those of {self.folder}, or their precision costs drafts: look for another head in the server's "
-            "speculative_config, or serve in float32",
-        )
-
-    def find_untrained_head(self, comparisons: Sequence[PtpComparison], num_drafts: int) -> Cause | None:
-        """The drafts are served as predicted, but are no better than with the u of other windows."""
-        sampled = _sampled(comparisons) if self.config.uses_u else []
-        if not sampled or any(rule.uses_u(rule.summarise(one.windows)) for one in sampled):
-            return None
-        return Cause(
-            "u",
-            "served as predicted, but drafts are as good with the u of other windows: the head does not read u; it is "
-            f"untrained, or was trained for other weights than {self.target.name}",
-        )
-
-    def _rivals(self, num_drafts: int) -> Iterator[tuple[Cause, Callable[[PtpComparison], StepMetrics]]]:
-        """Yield wrong numbers on the rows, each with a function that predicts the counters under it."""
-
-        def predict(one: PtpComparison, shift: int | None) -> StepMetrics:
-            if shift is None:
-                windows = one.windows._replace(right=one.windows.shuffled)
-            else:
-                numbers = {"u": one.u, "carried": one.u.roll(shift, 1)}
-                windows = rule.collect(self.student, one.samples, one.sampling, num_drafts, **numbers)
-            return StepMetrics.of(*windows.steps(one.two_pass))
-
-        for what, shift in SHIFTS.items():
-            cause = Cause("u", f"the served counters are those of the student with {what} on its rows")
-            yield cause, partial(predict, shift=shift)
+    def _count_not_picked(self, samples: Samples, sampling: Sampling, u: Tensor) -> int:
+        """Return how many tokens of the served texts are not those that their u picks."""
+        found = 0
+        for numbers, (place, tokens, logits) in zip(u, samples.continuations(self.target), strict=True):
+            picked = pick(sampling.log_probs(logits), numbers[place].to(logits.device))
+            found += int((picked != tokens).sum())
+        return found
 
 
 class _Coupled:
@@ -210,7 +147,3 @@ class _Coupled:
         u = self.u.gather(1, self.at[:, None])[:, 0]
         self.at = self.at + 1
         return rule.picked(self.sampling, log_probs, u)
-
-
-def _sampled(comparisons: Sequence[PtpComparison]) -> list[PtpComparison]:
-    return [one for one in comparisons if not one.sampling.greedy]
