@@ -1,8 +1,7 @@
-"""`vllm-mtpc push`: upload a checked head folder with a complete model card to the hub, in one commit."""
+"""`vllm-mtpc push`: upload the files of a checked head and its model card to the hub, in one commit."""
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,13 +26,11 @@ def run(args: argparse.Namespace) -> int:
     from huggingface_hub import CommitOperationAdd, HfApi
 
     files = published_files(args.folder)
-    card = complete_card(args.folder, args.repo, args.license, is_online=not args.dry_run)
-    names = {"README.md", *(file.name for file in files)}
-    left = sorted(path.name + "/" * path.is_dir() for path in args.folder.iterdir() if path.name not in names)
+    card = complete_card(args.folder, args.license, is_online=not args.dry_run)
     for file in files:
         print(f"{file.stat().st_size:>15,}  {file.name}")
-    print(f"left out: {', '.join(left) or 'nothing'}\nREADME.md with the metadata:\n{card.data.to_yaml()}")
-    if "license" not in card.data.to_dict():
+    print(f"README.md with the metadata:\n{card.data.to_yaml()}")
+    if card.data.license is None:
         print("hint: no licence, so others may not use the head; name one with --license (the target's may bind it)")
     if args.dry_run:
         print(f"nothing was sent; without --dry-run it goes to {args.repo}")
@@ -44,8 +41,7 @@ def run(args: argparse.Namespace) -> int:
         operations = [CommitOperationAdd(file.name, file) for file in files]
         operations.append(CommitOperationAdd("README.md", str(card).encode()))  # the head's own file stays as it is
         commit = api.create_commit(repo, operations, commit_message="Upload a head of vllm_mtpc")
-    except Exception as error:  # the client raises many kinds of errors; each becomes one line
-        # For a file that was not taken, the client raises a RuntimeError whose cause is the HTTP error.
+    except Exception as error:  # of many kinds; that of a refused file has the HTTP error as its cause
         reason = " ".join(str(error.__cause__ or error).split())
         raise UsageError(
             f"{args.repo} on {api.endpoint}: not uploaded ({reason}); check the connection, the name and that your "
@@ -70,50 +66,38 @@ def published_files(folder: Path) -> list[Path]:
     return [folder / name for name in names if (folder / name).is_file()]
 
 
-def complete_card(folder: Path, repo: str, license: str | None, is_online: bool) -> ModelCard:
-    """Return the folder's card with metadata of the head; other keys of its author are kept.
+def complete_card(folder: Path, license: str | None, is_online: bool) -> ModelCard:
+    """Return the folder's card with licence, target and tags of the head; other metadata of its author is kept.
 
     Args:
         folder: The head. Every tensor is checked.
-        repo: OWNER/NAME on the hub.
         license: Licence of the head; None: that of its card, else that of its target.
         is_online: Whether the target's card is looked up on the hub.
 
     Raises:
         CheckpointError: The head cannot be loaded, its target is a local folder, or its README.md cannot be read.
     """
-    import yaml
     from huggingface_hub import ModelCard
 
-    from vllm_mtpc.checkpoint import metadata
-    from vllm_mtpc.checkpoint.inspect import inspect_head
-    from vllm_mtpc.checkpoint.load import read_config
-    from vllm_mtpc.checkpoint.locate import CONFIG_FILE, hub_name
+    from vllm_mtpc.checkpoint import check_tensors, locate, metadata, read_config
 
-    report, config, file = inspect_head(folder), read_config(folder), folder / "README.md"
-    target = hub_name(report["target"]["name_or_path"])
+    config, file = read_config(folder), folder / "README.md"
+    check_tensors(folder, config)
+    name = config.speculators_config.verifier.name_or_path
+    target = locate.hub_name(name)
     if target is None:
         raise CheckpointError(
-            f"{folder}: its target is the local folder {report['target']['name_or_path']!r}; put the target's name on "
-            f"the hub, OWNER/NAME, into {CONFIG_FILE} (speculators_config.verifier.name_or_path)"
+            f"{folder}: its target is the local folder {name!r}; put the target's name on the hub, OWNER/NAME, into "
+            f"{locate.CONFIG_FILE} (speculators_config.verifier.name_or_path)"
         )
-    logging.getLogger("huggingface_hub.repocard").setLevel(logging.ERROR)  # it warns of a card without metadata
     try:
-        text = f"# {report['method']} head, n={report['window']}\n\nA draft head for `{target}`.\n"
-        card = ModelCard(file.read_text(encoding="utf-8") if file.is_file() else text, ignore_metadata_errors=True)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        text = file.read_text(encoding="utf-8") if file.is_file() else f"A draft head for `{target}`.\n"
+        card = ModelCard(text, ignore_metadata_errors=True)
+    except Exception as error:  # of the file system, YAML and the hub's client
         raise CheckpointError(f"{file}: cannot be read ({first_line(error)}); fix or delete it") from None
-    for plot, caption in metadata.PLOTS.items():
-        if (folder / plot).is_file() and f"({plot})" not in card.text:
-            card.text = f"{card.text.rstrip()}\n\n![{caption}]({plot})\n"
-    labels = {"t1": f"T={config.trained_temperature:g}", "t0": "T=0"}
-    measured = {labels[key]: value for key, value in report["tokens_per_step"].items()}
     terms = {"license": license} if license else metadata.license_of(file) or metadata.target_license(target, is_online)
-    results = metadata.eval_results(measured, metadata.measured_on(report["provenance"] or {}))
-    own = metadata.card_data(metadata.tags_of(config), target, terms, results, repo.rpartition("/")[2])
-    kept = card.data.to_dict()
-    for key in (*metadata.LICENSE_KEYS, "model-index"):
-        kept.pop(key, None)
-    tags = [*(kept["tags"] if isinstance(kept.get("tags"), list) else []), *metadata.tags_of(config)]
-    card.data = type(own)(**kept | own.to_dict() | {"tags": list(dict.fromkeys(tags))})
+    tags = list(dict.fromkeys([*(card.data.tags or []), *metadata.tags_of(config)]))
+    found = dict.fromkeys(metadata.LICENSE_KEYS) | metadata.card_data(tags, target, terms).to_dict()
+    for key, value in found.items():
+        card.data[key] = value
     return card
