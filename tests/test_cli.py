@@ -49,7 +49,7 @@ def test_version_and_help_are_printed(capsys, argv, printed):
     assert printed in " ".join(capsys.readouterr().out.split())  # long lines are broken
 
 
-@pytest.mark.parametrize("argv", [["nonsense"], ["inspect"], ["inspect", "a", "b"], ["inspect", "--nonsense", "a"]])
+@pytest.mark.parametrize("argv", [["nonsense"], ["push"], ["push", "a", "b", "c"], ["push", "--nonsense", "a"]])
 def test_unknown_commands_and_options_are_usage_errors(capsys, argv):
     with pytest.raises(SystemExit) as caught:
         main(argv)
@@ -63,7 +63,7 @@ def test_unknown_commands_and_options_are_usage_errors(capsys, argv):
 def test_bad_input_is_one_line_and_exit_code_one(folder, capsys, place, damaged):
     if damaged:
         (folder / damaged).write_text("")
-    assert main(["inspect", str(folder / place)]) == 1
+    assert main(["push", str(folder / place), "me/head", "--dry-run"]) == 1
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("vllm-mtpc: error: ")
     assert len(err.splitlines()) == 1 and str(folder / place) in err
@@ -90,7 +90,7 @@ def test_bug_keeps_its_traceback(error):
     assert guard("program", raising(KeyboardInterrupt())) == 130
 
 
-HELP = "for words in ['--help'], ['inspect', '--help']:\n try: main(words)\n except SystemExit: pass"
+HELP = "for words in ['--help'], ['eval', '--help']:\n try: main(words)\n except SystemExit: pass"
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ HELP = "for words in ['--help'], ['inspect', '--help']:\n try: main(words)\n exc
         ("from vllm_mtpc.eval import command, doctor", {"torch", "vllm", "transformers"}),
         ("from vllm_mtpc.eval import circuit_evaluator, evaluator, ptp_evaluator", {"vllm"}),
         # Filling tensors on the meta device would: seconds at the start of every process that loads a head
-        ("from vllm_mtpc.cli import main; assert main(['inspect', 'HEAD']) == 0", {"torch._dynamo", "sympy"}),
+        ("from vllm_mtpc.checkpoint import load_head; load_head('HEAD')", {"torch._dynamo", "sympy"}),
     ],
 )
 def test_slow_modules_are_not_imported(folder, code, modules):
@@ -112,7 +112,7 @@ def test_slow_modules_are_not_imported(folder, code, modules):
 def test_missing_torch_names_a_script_that_installs_everything(folder, root):
     """`pip install '.[cpu]'` brings a vLLM that does not start; tests/test_packaging.py runs what is named here."""
     code = "import sys; sys.modules['torch'] = None; from vllm_mtpc.cli import main; sys.exit(main(sys.argv[1:]))"
-    result = python("-c", code, "inspect", str(folder))
+    result = python("-c", code, "push", str(folder), "me/head")
     assert result.returncode == 1
     assert result.stderr == f"vllm-mtpc: error: torch is not installed; type: {SETUP}\n"
     assert os.access(root / SETUP.split()[0], os.X_OK)

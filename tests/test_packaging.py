@@ -263,7 +263,9 @@ def test_child_of_a_server_has_the_plugin(installed: Path, folder: Path) -> None
         printed, failed = (stream.read().decode() for stream in (child.stdout, child.stderr))
     assert child.returncode == 0 and "could not be set up" not in failed, failed
     assert printed.startswith(str(folder if (folder / "proposers").is_dir() else installed.parent))
-    assert "weights: ok" in run(python, "-m", "vllm_mtpc", "inspect", demo.path("btree"), cwd=folder)
+    load = f"from vllm_mtpc.checkpoint import load_head; print(load_head({str(demo.path('btree'))!r})[0].circuit)"
+    assert run(python, "-c", load, cwd=folder) == "btree\n"
+    assert "usage: vllm-mtpc" in run(python, "-m", "vllm_mtpc", "--help", cwd=folder)
 
 
 HEAD = {"method": "mtpc", "model": str(demo.path("btree"))}

@@ -44,7 +44,6 @@ COMMANDS = {
     "batch": Command("complete files of prompts, on one engine or on Ray; resumable", "vllm_mtpc.batch.command"),
     "bench": Command("compare plain vLLM, its own methods and heads", "vllm_mtpc.bench.serve_command"),
     "plot": Command("draw heads or results of `bench serve`: acceptance, latency", "vllm_mtpc.plots.command"),
-    "inspect": Command("show a head's config and check its weights", "vllm_mtpc.eval.inspect_command"),
     "push": Command("publish a head on the Hub", "vllm_mtpc.publish"),
     "convert": Command("convert a checkpoint of another project into a head", "vllm_mtpc.checkpoint.convert.command"),
 }

@@ -15,7 +15,7 @@ from vllm.v1.core.kv_cache_utils import update_kv_cache_capacity
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_mtpc.checkpoint.inspect import measured_acceptance
+from vllm_mtpc.checkpoint.metadata import measured_acceptance
 from vllm_mtpc.plan.draft_schedule import expand_schedule, prior_costs, target_products
 from vllm_mtpc.plan.online_plan import CLASSES, OnlinePlan, card_rates, draft_arms, request_class
 from vllm_mtpc.proposers.config.request_options import excludes_drafts, max_drafts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from vllm_mtpc.checkpoint import check_tensors, load_head, load_ptp, read_config, save_head, save_ptp
-from vllm_mtpc.checkpoint.inspect import inspect_head
 from vllm_mtpc.cli import main
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.config.ptp_config import PtpConfig
@@ -108,12 +109,22 @@ def refusal(folder: Path, kind: str) -> str:
     """The one line of all readers."""
     load = load_ptp if kind in ("ptp", "late") else load_head
     lines = []
-    for read in (load, lambda place: check_tensors(place, read_config(place)), inspect_head):
+    for read in (load, lambda place: check_tensors(place, read_config(place))):
         with pytest.raises(MtpcError) as caught:
             read(folder)
         lines.append(str(caught.value))
     assert len(set(lines)) == 1 and "\n" not in lines[0] and str(folder) in lines[0]
     return lines[0]
+
+
+def converted_from(folder: Path) -> dict[str, Any]:
+    """What a head's provenance records of its conversion."""
+    return json.loads((folder / "provenance.json").read_text())["converted"]
+
+
+def dtypes_of(folder: Path) -> set[torch.dtype]:
+    """The dtypes of all tensors of a head."""
+    return {tensor.dtype for file in folder.glob("*.safetensors") for tensor in load_file(file).values()}
 
 
 def contents(folder: Path) -> dict[str, bytes]:

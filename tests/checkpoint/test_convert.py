@@ -13,13 +13,12 @@ from huggingface_hub.hf_api import ModelInfo
 from peft import PeftModel
 from transformers import LlamaConfig
 
-from tests.checkpoint.conftest import LLAMA, adapted_llama, convert, convert_refusal, llama
+from tests.checkpoint.conftest import LLAMA, adapted_llama, convert, convert_refusal, converted_from, dtypes_of, llama
 from tests.support import authors_mtpc as authors
 from tests.support import drafters
 from tests.support.files import front_matter_of
 from tests.support.models import make_target
 from vllm_mtpc.checkpoint import load_ptp
-from vllm_mtpc.checkpoint.inspect import inspect_head
 from vllm_mtpc.cli import main
 
 torch.set_num_threads(1)
@@ -68,7 +67,7 @@ def test_adapters_and_embedding_of_both_layouts(tmp_path, target, capsys, layout
     expected = adapted_llama(1)(tokens).logits  # alpha is PEFT's default, as the authors leave it
     assert torch.equal(PeftModel.from_pretrained(llama(), out).eval()(tokens).logits, expected)
     assert not torch.allclose(llama()(tokens).logits, expected)
-    record = inspect_head(out)["provenance"]["converted"]
+    record = converted_from(out)
     assert (record["from"], record["layout"], record["epoch"]) == ("epoch=140.ckpt", layout, 140)
     assert str(tmp_path) not in (out / "provenance.json").read_text() + (out / "README.md").read_text()
     assert {"library_name", "pipeline_tag", "tags"} <= front_matter_of(out).keys()
@@ -81,12 +80,14 @@ def test_interpolation_is_matched_by_its_tensors(tmp_path, target):
     assert torch.equal(head.embedding.rows, state["student.u_adapter.embedding.weight"])
 
 
-@pytest.mark.parametrize("dtype, kept", [(torch.float16, "F16"), (torch.float32, "F32"), (torch.bfloat16, "F32")])
+@pytest.mark.parametrize(
+    "dtype, kept", [(torch.float16, torch.float16), (torch.float32, torch.float32), (torch.bfloat16, torch.float32)]
+)
 def test_dtype_is_kept_or_widened(tmp_path, target, dtype, kept):
     state = {name: value.to(dtype) for name, value in tensors().items()}
     flags = ["--variant", "c-ptp", "--lora-alpha", 16, "--window", 4]
     out = convert(write(tmp_path, state), target, *flags)
-    assert inspect_head(out)["weights"]["dtypes"] == [kept]
+    assert dtypes_of(out) == {kept}
     head = load_ptp(out)
     assert (head.config.variant, head.config.lora_alpha, head.config.window) == ("c-ptp", 16.0, 4)
     assert torch.equal(head.embedding.outer.bias, state["model.u_embed.u_adapter.bias"].float())
@@ -161,7 +162,7 @@ def test_hub_name_is_downloaded_at_one_commit(tmp_path, target, capsys, monkeypa
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     out = convert("someone/a-head", target)
     assert asked == [("someone/a-head", "c0ffee", files)]
-    assert inspect_head(out)["provenance"]["converted"]["from"] == f"someone/a-head@c0ffee{file}"
+    assert converted_from(out)["from"] == f"someone/a-head@c0ffee{file}"
 
 
 def test_missing_files_other_folders_and_foreign_flags_are_refused(tmp_path, target, capsys):

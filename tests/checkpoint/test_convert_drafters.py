@@ -14,12 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.checkpoint import conftest
-from tests.checkpoint.conftest import convert_refusal
+from tests.checkpoint.conftest import convert_refusal, converted_from
 from tests.support import drafters
 from tests.support.files import front_matter_of
 from tests.support.models import make_target
 from vllm_mtpc.checkpoint import check_tensors, load_head
-from vllm_mtpc.checkpoint.inspect import inspect_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.hf import bind, load_target
@@ -111,7 +110,7 @@ def test_drafts_and_distributions_equal_the_drafters(tmp_path, place, target, la
             expected = reference.logits(states, previous[draft], draft).log_softmax(-1)
             torch.testing.assert_close(given.log_softmax(-1).double(), expected, rtol=0, atol=TOLERANCE)
 
-    record = inspect_head(tmp_path / "head")["provenance"]["converted"]
+    record = converted_from(tmp_path / "head")
     confidence = ["confidence_head.proj.bias", "confidence_head.proj.weight"] if anchor else []
     own = [] if layout == "original dflash" else ["embed_tokens.weight (the target's)", "lm_head.weight (the target's)"]
     assert record["left_out"] == confidence + own

@@ -11,11 +11,10 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from tests.checkpoint.conftest import LLAMA, adapted_llama, convert, convert_refusal, llama
+from tests.checkpoint.conftest import LLAMA, adapted_llama, convert, convert_refusal, converted_from, dtypes_of, llama
 from tests.support import authors_mtpc as authors
 from tests.support.files import front_matter_of
 from vllm_mtpc.checkpoint import check_tensors, load_head
-from vllm_mtpc.checkpoint.inspect import inspect_head
 from vllm_mtpc.heads.adapters import DraftLayers
 from vllm_mtpc.hf import Target
 
@@ -98,7 +97,7 @@ def test_biases_of_an_hmm_are_read(tmp_path, n):
 HALF, FULL = torch.bfloat16, torch.float32
 
 
-@pytest.mark.parametrize("leaf, sums, kept", [(HALF, HALF, "BF16"), (FULL, FULL, "F32"), (HALF, torch.float16, "F32")])
+@pytest.mark.parametrize("leaf, sums, kept", [(HALF, HALF, HALF), (FULL, FULL, FULL), (HALF, torch.float16, FULL)])
 def test_no_weight_is_rounded(tmp_path, leaf, sums, kept):
     def cast(state: dict) -> dict:
         state[authors.LEAF] = state[authors.LEAF].to(leaf)
@@ -107,7 +106,7 @@ def test_no_weight_is_rounded(tmp_path, leaf, sums, kept):
     file = checkpoint(tmp_path, "btree", 4, change=cast)
     state = torch.load(file)["model_state_dict"]
     out = convert(file, target(tmp_path))
-    assert inspect_head(out)["weights"]["dtypes"] == [kept]
+    assert dtypes_of(out) == {kept}
     _, head = load_head(out)
     assert torch.equal(head.leaf_weight, state[authors.LEAF].float())
     assert torch.equal(head.root_weight, state[authors.SUM.format(1)][0, 0].float())
@@ -119,7 +118,7 @@ def test_folder_gives_its_last_step_with_provenance(tmp_path, capsys):
     torch.save({"model_state_dict": {}}, file.with_name("model@99.pt"))
     out = convert(file.parent, target(tmp_path), "--temperature", 0.7)
     assert "left out: lm._lm.lm_head.weight" in capsys.readouterr().err
-    record = inspect_head(out)["provenance"]["converted"]
+    record = converted_from(out)
     assert (record["from"], record["global_step"]) == ("model@900.pt", 900)
     assert (record["trained_on"], record["fold_order"]) == ("someone/a-byte-model", [2, 1, 0])
     assert load_head(out)[0].trained_temperature == 0.7

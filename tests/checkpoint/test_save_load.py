@@ -13,8 +13,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from tests.checkpoint.conftest import LLAMA, adapted_llama, contents, llama, lora_of, refusal
-from vllm_mtpc.checkpoint import load_head, load_ptp, read_config, save_head, save_ptp
-from vllm_mtpc.checkpoint.inspect import inspect_head
+from vllm_mtpc.checkpoint import check_tensors, load_head, load_ptp, read_config, save_head, save_ptp
 from vllm_mtpc.checkpoint.load import ADAPTER_FILES
 from vllm_mtpc.circuits import CIRCUITS
 from vllm_mtpc.config.ptp_config import PtpConfig
@@ -79,8 +78,9 @@ def test_draft_layers_are_saved_and_loaded_with_their_head(tmp_path, new_head):
     assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
     assert json.loads((tmp_path / "head" / ADAPTER).read_text())["base_model_name_or_path"] == "../target"
     modules = sorted(MODULES)
-    shown = {"layers": [1, 2], "rank": 2, "alpha": 4, "modules": modules, "parameters": 2 * PARAMETERS}
-    assert inspect_head(tmp_path / "head")["adapters"] == shown
+    adapters = check_tensors(tmp_path / "head", config)
+    assert (adapters.layers, adapters.rank, adapters.alpha, adapters.modules) == ([1, 2], 2, 4, modules)
+    assert sum(tensor.numel() for tensor in adapters.tensors.values()) == 2 * PARAMETERS
     # a head without draft layers removes the old adapters
     save_head(tmp_path / "head", *new_head(), {}, "card")
     assert not {ADAPTER, ADAPTER_WEIGHTS} & contents(tmp_path / "head").keys()
@@ -120,7 +120,6 @@ def test_ptp_head_is_loaded_as_saved(tmp_path, settings, dtype):
         states = torch.randn(2, 2, 4, 8)  # hidden, tokens
         assert torch.equal(head.late(*states), late.to(dtype).float()(*states))
         assert not any(value.requires_grad for value in head.late.parameters())
-        assert inspect_head(tmp_path)["late_width"] == 3 and inspect_head(tmp_path)["distribution_trust"] == 0.8
     head = load_ptp(tmp_path, torch.bfloat16)
     assert {value.dtype for value in [*head.lora.values(), *head.embedding.parameters()]} == {torch.bfloat16}
 

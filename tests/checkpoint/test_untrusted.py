@@ -22,8 +22,8 @@ from vllm_mtpc.checkpoint import check_tensors, load_head, read_config
 from vllm_mtpc.checkpoint.convert.command import convert
 from vllm_mtpc.checkpoint.convert.mtpc_checkpoint import sort_tensors
 from vllm_mtpc.checkpoint.convert.source import ConvertOptions
-from vllm_mtpc.checkpoint.inspect import measured_acceptance
-from vllm_mtpc.cli import guard, main
+from vllm_mtpc.checkpoint.metadata import measured_acceptance
+from vllm_mtpc.cli import guard
 from vllm_mtpc.errors import CheckpointError, MtpcError, ServeConfigError, printable
 from vllm_mtpc.files import MAX_HEADER, MAX_INDEX, MAX_JSON, MAX_YAML, open_tensors, read_yaml
 
@@ -63,11 +63,16 @@ def refusal(call: Callable[[], object]) -> str:
     return text
 
 
-def inspect_refusal(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """`refusal` of `vllm-mtpc inspect`, as printed."""
+def check_head(folder: Path) -> int:
+    check_tensors(folder, read_config(folder))
+    return 0
+
+
+def printed_refusal(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """`refusal` of the checks of a head, as a command prints it."""
 
     def call() -> None:
-        assert main(["inspect", str(folder)]) == 1
+        assert guard("vllm-mtpc", lambda: check_head(folder)) == 1
         raise MtpcError(capsys.readouterr().err.removesuffix("\n"))
 
     return refusal(call)
@@ -95,15 +100,14 @@ def test_special_file_is_refused(folder: Path, kind: str, tmp_path: Path, monkey
     kind = str(tmp_path / "loop") if kind == "loop" else kind
     no_file(folder / "provenance.json", kind)
     assert measured_acceptance(folder) == {}
-    assert main(["inspect", str(folder)]) == 0
-    assert "not measured" in capsys.readouterr().out
+    check_head(folder)
     no_file(folder / WEIGHTS, kind)
     refusal(lambda: load_head(folder))
-    inspect_refusal(folder, capsys)
+    printed_refusal(folder, capsys)
     no_file(folder / "config.json", kind)
     assert not vllm_mtpc.has_heads(folder)
     refusal(lambda: read_config(folder))
-    inspect_refusal(folder, capsys)
+    printed_refusal(folder, capsys)
     refusal(lambda: read_yaml(folder / "config.json"))
 
 
@@ -141,7 +145,7 @@ def test_config_with_odd_content_is_refused(folder: Path, name: str, capsys) -> 
         assert measured_acceptance(folder) == {} and not vllm_mtpc.has_heads(folder)
     else:
         assert file.stat().st_size < MAX_JSON
-    inspect_refusal(folder, capsys)
+    printed_refusal(folder, capsys)
 
 
 def tensors(folder: Path, *names: str) -> None:
@@ -163,7 +167,7 @@ def test_odd_tensor_name_is_refused(folder: Path, names: list[str], words: str, 
     tensors(folder, *names)
     config = read_config(folder)
     assert words in refusal(lambda: check_tensors(folder, config))
-    assert words in inspect_refusal(folder, capsys)
+    assert words in printed_refusal(folder, capsys)
 
 
 def test_long_adapter_name_is_refused_before_it_is_matched(folder: Path) -> None:

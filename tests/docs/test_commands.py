@@ -96,7 +96,7 @@ def problems(words: list[str], root: Path) -> list[str]:
 def test_commands_of_the_documentation_are_accepted(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = {file.relative_to(root): file.read_text(encoding="utf-8") for file in documents(root)}
     written = [(file, words) for file, text in texts.items() for words in commands_in(text)]
-    assert sum(arguments_of_ours(words) is not None for _, words in written) > 40
+    assert sum(arguments_of_ours(words) is not None for _, words in written) > 30
     wrong = [f"{file}: {problem}" for file, words in written for problem in problems(words, root)]
     for file, text in texts.items():
         for words in (piece.split() for piece in INLINE.findall(BLOCK.sub("", text))):

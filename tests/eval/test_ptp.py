@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -83,6 +85,7 @@ def test_a_student_that_picks_as_the_target_is_always_right(variant):
     assert figures.tokens_per_step == 4 and figures.two_pass_tokens_per_step == 4
     assert figures.per_position == [1, 1, 1] and figures.histogram == [0, 0, 0, 1] and figures.accuracy == 1
     assert figures.shuffled_accuracy < 0.9 and figures.anywhere == 4
+    assert ptp.uses_u(figures) and not ptp.uses_u(replace(figures, shuffled_accuracy=1.0))
     few = ptp.measure_ptp(student, samples, sampling, num_drafts=2)
     assert few.tokens_per_step == 3 and few.two_pass_tokens_per_step == 3
 

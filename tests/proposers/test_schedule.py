@@ -15,7 +15,7 @@ from vllm.config.parallel import ParallelConfig
 from tests.support.configs import engine_config, ptp_config
 from tests.support.engine import DEMO, Call, build, run
 from vllm_mtpc import demo
-from vllm_mtpc.checkpoint.inspect import measured_acceptance
+from vllm_mtpc.checkpoint.metadata import measured_acceptance
 from vllm_mtpc.plan import draft_schedule as schedule
 from vllm_mtpc.plan.row_groups import most_drafts
 from vllm_mtpc.proposers.config import ptp_options as config_ptp

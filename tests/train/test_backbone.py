@@ -13,7 +13,7 @@ from transformers import Phi3Config, Phi3ForCausalLM
 from tests.support import drafters
 from tests.support.training import BACKBONE, make_trainer, options_for, record_of, refused, train
 from tests.train.conftest import write_place
-from vllm_mtpc.checkpoint import load_head
+from vllm_mtpc.checkpoint import check_tensors, load_head
 from vllm_mtpc.cli import main
 from vllm_mtpc.eval.text import Sampling, generate, with_backbone
 from vllm_mtpc.hf import bind, load_target
@@ -101,7 +101,7 @@ def test_circuit_trains_on_frozen_backbone(place, capsys):
     assert head.token_target.any() and head.component_in.shape == (4, 2, 4, 32)
     assert 1 <= record_of(out)["figures"]["t1"]["tokens_per_step"] <= 4
     assert "Model Runner V2 alone" in (out / "README.md").read_text()
-    assert main(["inspect", str(out)]) == 0
+    check_tensors(out, config)
     data = ["--data", str(place / "text.jsonl"), "--sequences", "3", "--prompt-tokens", "8", "--new-tokens", "10"]
     assert main(["eval", str(place / "circuit"), *data, "--device", "cpu"]) == 0
 

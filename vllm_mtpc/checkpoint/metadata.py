@@ -1,7 +1,7 @@
-"""The YAML front matter of a head's model card.
+"""The YAML front matter of a head's model card, and the measured acceptance in its provenance.
 
 Unknown keys are left out: the licence if the target's card has none, the target if it is a folder, numbers that were
-not measured. `vllm-mtpc push` adds the keys that it can determine.
+not measured. `vllm-mtpc push` adds the licence, the target and the tags.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import yaml
 from huggingface_hub import EvalResult, ModelCardData, hf_hub_download
 from huggingface_hub.repocard import metadata_load
 
-from vllm_mtpc.checkpoint.locate import HUB_NAME, hub_name
+from vllm_mtpc.checkpoint.locate import HUB_NAME, PROVENANCE_FILE, hub_name
 from vllm_mtpc.config.base import AnyHeadConfig
+from vllm_mtpc.errors import CheckpointError
+from vllm_mtpc.files import read_json
 
 LICENSE_KEYS = ("license", "license_name", "license_link")  # the last two where the first is "other"
 TASK = "text-generation"
@@ -62,6 +64,18 @@ def measured_on(record: Mapping[str, Any]) -> list[str]:
     held_out = settings.get("validation_data") if isinstance(settings, dict) else None
     names = held_out or (data.get("names") if isinstance(data, dict) else None)
     return [str(name) for name in names] if isinstance(names, list) else []
+
+
+def measured_acceptance(folder: Path) -> dict[str, list[float]]:
+    """Return P(the first k drafts are accepted), k = 1, 2, ..., by "t1" and "t0", as far as the provenance has them."""
+    try:
+        metrics = read_json(folder / PROVENANCE_FILE)["figures"]
+        found = {key: metrics[key]["per_position"] for key in ("t1", "t0") if key in metrics}
+    except (CheckpointError, KeyError, TypeError):
+        return {}
+    lists = {key: values for key, values in found.items() if isinstance(values, list) and values}
+    are_shares = {key: all(isinstance(p, (int, float)) and 0 <= p <= 1 for p in lists[key]) for key in lists}
+    return {key: values for key, values in lists.items() if are_shares[key]}
 
 
 def license_of(card: Path) -> dict[str, Any]:
