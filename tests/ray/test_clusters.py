@@ -24,7 +24,7 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 
 from benchmarks.child_process import group
 from benchmarks.ray_demo import BIN, ENVIRONMENT, PAIRS, is_healthy, wait
-from tests.support import clusters, forks
+from tests.support import clusters
 from tests.support.engine import Call, Engine, run
 from tests.support.models import make_head, make_target
 from tests.support.requests import prompt
@@ -138,9 +138,7 @@ def test_tensor_parallel_over_two_nodes(tmp_path: Path) -> None:
     on_ray = engine(**drafts, tensor_parallel_size=2, distributed_executor_backend="ray")
     environment = {"PYTHONPATH": path, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
     with clusters.cluster(2, gpus=1, **environment) as nodes:
-        forks._server.cache_clear()  # the next one imports vLLM with this PYTHONPATH
         two = run({"drafted": on_ray}, "v1", RAY_ADDRESS=nodes.address)["drafted"]
-    forks._server.cache_clear()
     one = run({"plain": engine(), "drafted": engine(**drafts)}, "v1")
     assert two[0].tokens == one["plain"][0].tokens
     assert two[1].tokens == one["drafted"][1].tokens  # seeded: both ranks drew the same drafts

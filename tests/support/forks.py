@@ -1,14 +1,13 @@
 """Functions in a process of their own, forked from one that has imported vLLM and done nothing else.
 
 Importing vLLM takes 15 CPU-seconds, a fork of a process that has imported it none. There is one such server for each
-model runner and test process. It starts no thread (OpenMP's would not survive a fork) and no engine, so that every
-fork begins as a new process would. Model Runner V2 runs its Triton kernels interpreted (scripts/interpreter): the same
-kernels as on a GPU, slowly.
+model runner, which all workers of a test run share. It starts no thread (OpenMP's would not survive a fork) and no
+engine, so that every fork begins as a new process would. Model Runner V2 runs its Triton kernels interpreted
+(scripts/interpreter): the same kernels as on a GPU, slowly.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import gc
@@ -16,10 +15,13 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
+import zlib
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -29,14 +31,9 @@ ROOT = Path(__file__).parents[2]
 INTERPRETER = os.pathsep.join(filter(None, [str(ROOT / "scripts" / "interpreter"), os.environ.get("PYTHONPATH")]))
 # Variables that vLLM and Triton read while they are imported; a call's own are set in its fork.
 V2 = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": str(INTERPRETER)}
-# "v2 on triton": with Triton's own interpreter;
-# "v2 at once": all instances of a launch at once, for many requests
-ENVIRONMENTS = {
-    "v1": {},
-    "v2": V2,
-    "v2 on triton": {**V2, "MTPC_INTERPRETER": "triton"},
-    "v2 at once": {**V2, "MTPC_INTERPRETER": "lanes"},
-}
+ENVIRONMENTS = {"v1": {}, "v2": V2}
+# Variables of forks of "v2": kernels in Triton's own interpreter; all instances of a launch at once, for many requests
+INTERPRETERS = {"v2 on triton": {"MTPC_INTERPRETER": "triton"}, "v2 at once": {"MTPC_INTERPRETER": "lanes"}}
 # MTPC_TEST_GPU=1: on a GPU, nothing interpreted. What has imported vLLM may have touched the GPU, which a fork must not
 # inherit: each imports it again. Attention on float32, Triton's, would multiply in TF32, whose errors of 1e-3 turn a
 # greedy token now and then, as a drafted token is verified by other launches than a plain one.
@@ -44,7 +41,7 @@ ON_GPU = os.environ.get("MTPC_TEST_GPU") == "1"
 if ON_GPU:
     ENVIRONMENTS = {
         name: {"VLLM_USE_V2_MODEL_RUNNER": runner, "TRITON_F32_DEFAULT": "ieee"}
-        for name, runner in (("v1", "0"), ("v2", "1"), ("v2 at once", "1"))
+        for name, runner in (("v1", "0"), ("v2", "1"))
     }
 QUIET = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
 IMPORTED = (
@@ -63,6 +60,7 @@ IMPORTED = (
     )
 )
 ENDS_WITHIN_S = 60.0  # a fork that has answered
+WAITS_S = 2.0  # a server without a worker
 
 
 def call(runner: str, function: str, *arguments: Any, timeout: float = 1200, **environment: str) -> Any:
@@ -71,7 +69,13 @@ def call(runner: str, function: str, *arguments: Any, timeout: float = 1200, **e
     Raises RuntimeError with the end of the fork's output where it ended without an answer, TimeoutError where it took
     longer; nothing that the fork started is left running.
     """
-    kind, answer = _server(runner).ask((function, pickle.dumps(arguments), environment, timeout))
+    name, environment = runner.split()[0], INTERPRETERS.get(runner, {}) | environment
+    server = _server(name, os.environ.get("PYTHONPATH", ""))
+    server.send((function, pickle.dumps(arguments), environment, timeout))
+    try:
+        kind, answer = server.recv()
+    except (EOFError, ConnectionError):
+        raise RuntimeError(f"the server of forks for {name} has ended") from None
     if kind == "answer":
         return pickle.loads(answer)
     if kind == "timeout":
@@ -80,35 +84,43 @@ def call(runner: str, function: str, *arguments: Any, timeout: float = 1200, **e
 
 
 @functools.cache
-def _server(runner: str) -> _Server:
-    return _Server(runner)
+def _server(runner: str, path: str) -> Connection:
+    """Connect to the test run's server for a runner and a PYTHONPATH; start one if there is none."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
+    address = f"vllm_mtpc-{run}-{runner}-{zlib.crc32(path.encode())}"
+    for attempt in range(300):
+        with socket.socket(socket.AF_UNIX) as client, contextlib.suppress(ConnectionRefusedError):
+            client.connect(f"\0{address}")  # an abstract address: no file
+            return Connection(client.detach())
+        if attempt % 100 == 0:
+            command = [sys.executable, "-m", "tests.support.forks", address, *IMPORTED]
+            subprocess.Popen(command, env={**os.environ, **QUIET, **ENVIRONMENTS[runner]}, cwd=ROOT)
+        time.sleep(0.1)
+    raise RuntimeError(f"no server of forks answers for {runner}")
 
 
-class _Server:
-    def __init__(self, runner: str) -> None:
-        self.connection, theirs = multiprocessing.Pipe()
-        command = [sys.executable, "-m", "tests.support.forks", str(theirs.fileno()), *IMPORTED]
-        env = {**os.environ, **QUIET, **ENVIRONMENTS[runner]}
-        self.process = subprocess.Popen(command, env=env, cwd=ROOT, pass_fds=[theirs.fileno()])
-        theirs.close()
-        atexit.register(self.close)
-
-    def ask(self, task: Any) -> tuple[str, Any]:
-        self.connection.send(task)
+def main(address: str, modules: list[str]) -> None:
+    """The server: a fork for each worker that connects, until all of them have left."""
+    with socket.socket(socket.AF_UNIX) as server:
         try:
-            return self.connection.recv()
-        except (EOFError, ConnectionError):
-            raise RuntimeError(f"the server of forks ended with {self.process.wait()}") from None
+            server.bind(f"\0{address}")
+        except OSError:
+            return  # another worker has started one
+        server.listen()
+        _prepare(modules)
+        workers: list[Any] = []
+        while ready := wait([server, *(worker.sentinel for worker in workers)], None if workers else WAITS_S):
+            if server in ready:
+                connection = Connection(server.accept()[0].detach())
+                workers.append(multiprocessing.get_context("fork").Process(target=_serve, args=(server, connection)))
+                workers[-1].start()
+                connection.close()
+            workers = [worker for worker in workers if worker.is_alive()]
 
-    def close(self) -> None:
-        """Close the connection: the server ends, and with it the processes it has forked."""
-        self.connection.close()
-        self.process.wait()
 
-
-def main(connection: Connection, modules: list[str]) -> None:
-    """The server: one fork for each task until the connection is closed."""
-    _prepare(modules)
+def _serve(server: socket.socket, connection: Connection) -> None:
+    """One fork for each task of a worker until it closes the connection."""
+    server.close()
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
             task = connection.recv()
@@ -174,9 +186,11 @@ def _run(function: str, arguments: bytes, environment: dict[str, str], answers: 
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(environment)
+    if interpreter := sys.modules.get("numpy_interpreter"):
+        interpreter.install()  # the one that the fork's environment names
     module, _, name = function.partition(":")
     answers.send_bytes(pickle.dumps(getattr(import_module(module), name)(*pickle.loads(arguments))))
 
 
 if __name__ == "__main__":
-    main(Connection(int(sys.argv[1])), sys.argv[2:])
+    main(sys.argv[1], sys.argv[2:])

@@ -27,16 +27,16 @@ import os
 def install() -> None:
     """Has Triton's interpreted kernels run here, in this process, as MTPC_INTERPRETER says."""
     chosen = os.environ.get("MTPC_INTERPRETER") or "numpy"
-    if chosen == "triton":
-        return
-    if chosen not in ("numpy", "lanes", "check", "check-once"):
+    if chosen not in ("numpy", "lanes", "triton", "check", "check-once"):
         raise SystemExit(f"MTPC_INTERPRETER={chosen}: give numpy, lanes, triton, check or check-once")
     from triton.runtime.interpreter import InterpretedFunction
 
     from numpy_interpreter import check, launch
 
     launch.is_at_once = chosen == "lanes"
-    if chosen in ("numpy", "lanes"):
+    if chosen == "triton":
+        InterpretedFunction.run = launch.tritons_run
+    elif chosen in ("numpy", "lanes"):
         InterpretedFunction.run = launch.run
     else:
         check.install()
