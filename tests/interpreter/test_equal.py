@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.support import workload
+from tests.support import forks
+from tests.support.engine import DEMO, Call, Engine, Reply, answers, build
 from tests.support.interpreted import launched_kernels
 
 ROOT = Path(__file__).parents[2]
@@ -37,23 +37,77 @@ SERVED |= {"vllm_mtpc.kernels.draft.launches.draft_rows", "vllm_mtpc.proposers.v
 FALLS_BACK = {"tests.support.odd_kernels.sorts"}
 
 
+# Small ones, and what others do not have: types, paths, constants
+FEW = {
+    *("alone", "empty rows", "int32 positions", "width 2, int32", "width 1", "next to others"),
+    *("one", "a block but one", "a block", "more blocks than one", "wide-btree", "bfloat16", "holes-hmm"),
+    *("two tokens", "padded", "padded, blocks", "one block, several launches", "no draws", "float64 noise, blocks"),
+    *("bfloat16 cache, blocks", "token, padded", "token, padded, blocks"),
+}
+
+CODE = list(b"import os\n\n\ndef walk(path):\n    ")
+PROMPTS = [CODE, CODE[:9], list(b"class Reader:\n"), list(b"x = ")]
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+
+SAMPLED: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 3},
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 4, "logprobs": 2},
+    {"temperature": 1.0, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2, "seed": 5},
+]
+RESTRICTED: list[dict[str, Any]] = [
+    {"temperature": 0.0, "bad_words": ["import os"], "prompt_logprobs": 1},
+    {"temperature": 1.0, "allowed_token_ids": list(range(97, 123)), "seed": 6},
+    {"temperature": 0.7, "min_tokens": 6, "stop_token_ids": [10], "logprobs": 0, "seed": 10},
+    {"temperature": 1.0, "structured_outputs": {"json": SCHEMA}, "seed": 7},
+]
+UNDRAFTED: list[dict[str, Any]] = [
+    {"temperature": 1.0, "min_p": 0.1, "seed": 8},
+    {"temperature": 1.0, "logit_bias": {65: 3.0, 66: -5.0}, "seed": 9},
+    {"temperature": 0.9, "top_p": 0.5, "seed": 11},
+    {"temperature": 0.0, "logprobs": 5},
+]
+BLOCK = {"rejection_sample_method": "block"}
+PTP = {"method": "ptp", "num_speculative_tokens": 3}
+# engine: a packaged head, its options, what is asked
+ENGINES: dict[str, tuple[str | None, dict[str, Any], list[dict[str, Any]]]] = {
+    "plain": (None, {}, SAMPLED + RESTRICTED + UNDRAFTED),
+    "btree": ("btree", {}, SAMPLED + RESTRICTED),
+    "block": ("btree", BLOCK, SAMPLED),
+    "hmm": ("hmm", {}, SAMPLED),
+    "o-ptp": ("o-ptp", {**PTP, "max_aux_rows": 24, "draft_pass": "merged"}, SAMPLED),
+    "c-ptp": ("c-ptp", {**PTP, "draft_pass": "two-pass"}, SAMPLED),
+}
+
+
+def serve(mode: str, max_tokens: int, *names: str) -> tuple[dict[str, Reply], Report]:
+    """Replies of engines by name with an interpreter, and what comparing launches found."""
+    engines = {}
+    for name in names:
+        head, spec, asked = ENGINES[name]
+        call = Call(PROMPTS * (len(asked) // len(PROMPTS)), [{"max_tokens": max_tokens, **one} for one in asked])
+        options = {"backend": "xgrammar", "disable_any_whitespace": True}
+        engines[name] = build(DEMO, head, [call], spec=spec, max_model_len=128, structured_outputs_config=options)
+    return forks.call("v2", "tests.interpreter.test_equal:_serve", engines, MTPC_INTERPRETER=mode)
+
+
+def _serve(engines: dict[str, Engine]) -> tuple[dict[str, Any], Report]:
+    from numpy_interpreter.check import REPORT
+
+    found = answers(engines)
+    assert not any(isinstance(reply, str) for reply in found.values()), found
+    return {name: reply for name, (reply,) in found.items()}, REPORT
+
+
 def python(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT / 'scripts/interpreter'}:{ROOT}", **env}
     return subprocess.run([sys.executable, *words], env=env, cwd=ROOT, capture_output=True, text=True, timeout=1200)
 
 
-def launched(mode: str, module: str, *arguments: str) -> dict[str, Any]:
-    """The JSON that a module of tests.support prints after comparing both interpreters."""
-    options = {"VLLM_USE_V2_MODEL_RUNNER": "1", "MTPC_INTERPRETER": mode}
-    child = python("-m", f"tests.support.{module}", *arguments, **options)
-    assert child.returncode == 0, child.stdout[-2000:] + child.stderr[-4000:]
-    return json.loads(child.stdout.splitlines()[-1])
-
-
 @pytest.fixture(scope="module")
-def own() -> dict[str, Any]:
+def own() -> tuple[Report, dict[str, Report]]:
     """Few unit-test inputs of every kernel; of each set of constants and dtypes one launch."""
-    return launched("check-once", "own_kernels")
+    return forks.call("v2", "tests.support.own_kernels:compare", FEW, MTPC_INTERPRETER="check-once")
 
 
 def assert_equal(report: Report, expected: set[str]) -> None:
@@ -65,37 +119,38 @@ def assert_equal(report: Report, expected: set[str]) -> None:
     assert all(entry["compared"] for name, entry in report.items() if name not in FALLS_BACK)
 
 
-def test_our_kernels_write_the_same_bits(own: dict[str, Any]) -> None:
+def test_our_kernels_write_the_same_bits(own: tuple[Report, dict[str, Report]]) -> None:
     assert len(OURS) == 16, sorted(OURS)
-    assert_equal(own["report"], OURS)
+    assert_equal(own[0], OURS)
 
 
-def test_injected_fault_is_found(own: dict[str, Any]) -> None:
-    for fault, report in own["injected"].items():
+def test_injected_fault_is_found(own: tuple[Report, dict[str, Report]]) -> None:
+    for fault, report in own[1].items():
         assert any(entry["differs"] for entry in report.values()), fault
 
 
 @pytest.mark.slow
 def test_every_launch_of_ours_writes_the_same_bits() -> None:
-    assert_equal(launched("check", "own_kernels", "all")["report"], OURS)
+    report, _ = forks.call("v2", "tests.support.own_kernels:compare", None, MTPC_INTERPRETER="check")
+    assert_equal(report, OURS)
 
 
-ENGINES = [("check-once", "8", "btree"), pytest.param(("check", "24", *workload.ENGINES), marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize("asked", ENGINES, ids=["once", "every launch"])
-def test_served_requests_write_the_same_bits(asked: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "asked",
+    [("check-once", 8, "btree"), pytest.param(("check", 24, *ENGINES), marks=pytest.mark.slow)],
+    ids=["once", "every launch"],
+)
+def test_served_requests_write_the_same_bits(asked: tuple[Any, ...]) -> None:
     """vLLM's Model Runner V2; "once": with a btree head, of each set of constants and dtypes one launch."""
-    mode, *arguments = asked
-    assert_equal(launched(mode, "workload", *arguments)["report"], SERVED)
+    assert_equal(serve(*asked)[1], SERVED)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["btree", "block", "o-ptp"])
 def test_served_tokens_are_equal_with_all_instances_at_once(engine: str) -> None:
     """MTPC_INTERPRETER=lanes is equal to rounding, which turns no token here."""
-    one, other = (launched(mode, "workload", "16", engine)["tokens"] for mode in ("numpy", "lanes"))
-    assert one == other
+    one, other = (serve(mode, 16, engine)[0][engine] for mode in ("numpy", "lanes"))
+    assert one.tokens == other.tokens
 
 
 LAUNCHES = """

@@ -1,13 +1,10 @@
-"""Unit-test inputs of the kernels of this package, all or few: `python -m tests.support.own_kernels [all]`.
+"""Unit-test inputs of the kernels of this package, compared in both interpreters (see scripts/interpreter).
 
-To be run with MTPC_INTERPRETER=check or check-once: prints JSON, what comparing launches found (see
-scripts/interpreter), also with each fault of INJECTED in the fast interpreter.
+To be called in a fork of "v2" with MTPC_INTERPRETER=check or check-once (tests/support/forks.py).
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,26 +18,18 @@ from numpy_interpreter.values import Value
 from tests.support import draft_cases, filter_cases, interpreted, kernel_cases, odd_kernels
 from vllm_mtpc.kernels.shard import Shard
 
-# Small ones, and what others do not have: types, paths, constants
-FEW = {
-    *("alone", "empty rows", "int32 positions", "width 2, int32", "width 1", "next to others"),
-    *("one", "a block but one", "a block", "more blocks than one", "wide-btree", "bfloat16", "holes-hmm"),
-    *("two tokens", "padded", "padded, blocks", "one block, several launches", "no draws", "float64 noise, blocks"),
-    *("bfloat16 cache, blocks", "token, padded", "token, padded, blocks"),
-}
-
 # The second of two ranks, which hears its own from both
 ON_A_RANK = replace(draft_cases.BLOCKS, shard=Shard(1, 2, 1300, lambda own: own.repeat(2, 1), 1400))
 
 
-def launch_all() -> None:
+def launch_all(names: set[str] | None) -> None:
     for cases, launch in (
         (kernel_cases.CASES, interpreted.launch_all),
         (filter_cases.CASES, filter_cases.launch_all),
         (draft_cases.CASES, draft_cases.draft_all),
     ):
-        few = {name: case for name, case in cases.items() if name in FEW}
-        interpreted.poisoned(launch, cases if "all" in sys.argv else few, "cpu")
+        chosen = {name: case for name, case in cases.items() if names is None or name in names}
+        interpreted.poisoned(launch, chosen, "cpu")
     interpreted.poisoned(draft_cases.draft_all, {"a rank": ON_A_RANK}, "cpu")
     odd_kernels.launch_all()
 
@@ -75,9 +64,10 @@ def found_with(name: str, fault: Callable) -> dict[str, Any]:
     return dict(check.REPORT)
 
 
-if __name__ == "__main__":
+def compare(names: set[str] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what comparing launches of some cases or all found, and the same of each fault of INJECTED."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # masked lanes: -inf - -inf among them
-    launch_all()
+    launch_all(names)
     report = dict(check.REPORT)
-    print(json.dumps({"report": report, "injected": {name: found_with(*fault) for name, fault in INJECTED.items()}}))
+    return report, {name: found_with(*fault) for name, fault in INJECTED.items()}
