@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 import torch
 
-from tests.support import claims, compatibility, features
+from tests.support import claims, features
 from vllm_mtpc.circuits import get_circuit
 from vllm_mtpc.heads.shared import SharedHead
 
@@ -91,7 +91,7 @@ def test_broken_link_is_found(tmp_path: Path) -> None:
     assert broken_links(tmp_path, [tmp_path / "page.md"]) == ["page.md: no.md", "page.md: heads.md#no"]
 
 
-PAGES = {"benchmarks/FEATURES.md": features, "benchmarks/COMPATIBILITY.md": compatibility, "tests/claims.md": claims}
+PAGES = {"benchmarks/FEATURES.md": features, "tests/claims.md": claims}
 
 
 @pytest.mark.parametrize("file", PAGES)

@@ -36,17 +36,9 @@ def _claims(body: list[ast.stmt]) -> list[str]:
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
             name = node.name.removeprefix("test_").replace("_", " ")
-            features = ", ".join(_features(node))
             is_slow = any(ast.unparse(mark) == "pytest.mark.slow" for mark in node.decorator_list)
-            notes = [f"features: {features}" if features else "", "nightly" * is_slow]
-            lines.append("; ".join([f"* {name}", *filter(None, notes)]))
+            lines.append(f"* {name}" + "; nightly" * is_slow)
     return lines
-
-
-def _features(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
-    calls = [mark for mark in node.decorator_list if isinstance(mark, ast.Call)]
-    named = [call for call in calls if ast.unparse(call.func) == "pytest.mark.feature"]
-    return [ast.unparse(call.args[0]).strip("'\"") for call in named]
 
 
 if __name__ == "__main__":

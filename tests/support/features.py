@@ -84,9 +84,11 @@ def page() -> str:
     for row in ROWS:
         cells = [_cell(shown[row, column], UNTESTED.get((row, column)), numbers) for column in COLUMNS]
         table.append(f"| {row} | {' | '.join(cells)} |")
-    skipped = sum(map(len, outcome["skipped"].values()))
-    ran = f"The run: {outcome['time'][:10]}, commit `{outcome['commit']}`, vLLM {outcome['versions']['vllm']}; "
-    ran += f"{outcome['passed']} tests passed, {len(outcome['failed'])} failed, {skipped} were skipped."
+    skipped, versions, hardware = sum(map(len, outcome["skipped"].values())), outcome["versions"], outcome["hardware"]
+    device = ", ".join(hardware.get("gpus") or []) or f"{hardware['cores']} CPU cores"
+    ran = f"The run: {outcome['time'][:10]}, commit `{outcome['commit']}`, {device}, vLLM {versions['vllm']}, "
+    ran += f"Python {versions['python']}; {outcome['passed']} tests passed, {len(outcome['failed'])} failed, "
+    ran += f"{skipped} were skipped."
     tests = [f"{number}. `tests/{test.replace('::', '`: `')}`" for test, number in numbers.items()]
     return "\n".join([HEADER, ran, "", *table, "", "## Tests", "", *tests, ""])
 
