@@ -136,7 +136,8 @@ def test_capped_and_tied_target_on_v2_accepts_predicted_drafts(place: Any) -> No
     assert [steps for _, steps, _ in predict(made, is_capped=False)] != [steps for _, steps, _ in predict(made)]
 
 
-@pytest.mark.parametrize("head", [pytest.param("shared", marks=pytest.mark.slow), "low rank"])
+@pytest.mark.slow  # in every run tests/proposers/test_ranks.py drafts from divided logits
+@pytest.mark.parametrize("head", ["shared", "low rank"])
 @pytest.mark.feature("tensor parallel", "exact", "mtpc on V1")
 def test_head_on_two_ranks_accepts_predicted_drafts(place: Any, head: str) -> None:
     """Each rank has the logits of its part of the lm_head: the second one of none."""

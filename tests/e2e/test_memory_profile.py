@@ -67,6 +67,8 @@ def engine(folder: Path, name: str) -> Engine:
 @pytest.fixture(scope="module", params=["v1", "v2"])
 def replies(folder: Path, request: pytest.FixtureRequest) -> dict[str, Reply]:
     names = ["plain", *IN_TARGET, *(SPEC if request.param == "v2" else ())]
+    if request.param == "v2":
+        names.remove("broken")  # refused before a runner is chosen
     found = run({name: engine(folder, name) for name in names}, request.param, MTPC_AUTO="1")
     return {name: reply for name, (reply,) in found.items()}
 
@@ -86,7 +88,9 @@ def test_engine_starts_without_a_given_cache_size(replies: dict[str, Reply]) -> 
 @pytest.mark.parametrize("fault", list(IN_TARGET)[1:])
 def test_faulty_bundled_head_changes_nothing(replies: dict[str, Reply], fault: str) -> None:
     """It is given up at start: the engine answers, and nothing drafts."""
+    if fault not in replies:
+        pytest.skip("a config that does not fit is refused before a runner is chosen: tested on V1")
     found, is_v2 = replies[fault], "backbone" in replies
     assert found.tokens == replies["plain"].tokens
-    assert found.steps <= (len(PROMPTS) if is_v2 and fault != "broken" else 0)  # one step, planned asynchronously
+    assert found.steps <= (len(PROMPTS) if is_v2 else 0)  # one step, planned asynchronously
     assert found.recorded.count("drafted") == (fault == "fails to draft")  # one attempt, before the first request

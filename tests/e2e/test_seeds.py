@@ -18,7 +18,7 @@ from vllm_mtpc.proposers.config.versions import keys_noise_by_draft
 
 KEY = "num_speculative_tokens_per_batch_size"
 
-PROMPTS, TOKENS = 60, 12  # every combination of temperature, options and length
+PROMPTS, TOKENS = 30, 12  # every temperature with all options, and with all lengths
 PROCESSED: list[dict[str, Any]] = [{}, {"top_k": 3}, {"top_p": 0.8}, {"presence_penalty": 1.0}]
 SCHEDULE = [[1, 2, 7], [3, 5, 3], [6, 6, 1], [7, 12, 0]]
 LENGTHS = (6, 150, 64, 12, 90)
@@ -33,7 +33,7 @@ def calls() -> dict[str, Call]:
     unseeded = {"temperature": 1.0, "ignore_eos": True, "max_tokens": TOKENS}
     some = [list((3 * CODE)[index % 100 :][: LENGTHS[index % 5]]) for index in range(PROMPTS)]
     return {
-        "60 prompts": Call(some, [seeded(index) for index in range(PROMPTS)]),
+        "30 prompts": Call(some, [seeded(index) for index in range(PROMPTS)]),
         "few at once": Call(some[:2], [seeded(index, max_tokens=40) for index in range(2)]),
         "next to others": Call(some[:12], [seeded(index) if index % 2 else unseeded for index in range(12)]),
         "n=4": Call(some[:3], [seeded(index, n=4) for index in range(3)]),
