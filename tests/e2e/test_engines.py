@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from tests.support import features
 from tests.support.engine import DEMO, Call, ask, build, run_with_plain
 from tests.support.features import PTP, V1, V2
 from tests.support.models import make_head, make_ptp_head, make_target, random_lora
-from tests.support.quantised import quantise, quantise_weights
 from tests.support.requests import ALL_DRAFTS, COLUMNS, same_logprobs
 from vllm_mtpc.heads.adapters import MODULES
 
@@ -51,6 +51,63 @@ def table() -> list[Any]:
             marks = [pytest.mark.feature(row, "exact", column, why=why), pytest.mark.slow]
             rows.append(pytest.param(name, column, marks=marks, id=f"{name}, {column}"))
     return rows
+
+
+SCHEME = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
+SCHEME |= {"observer": "minmax", "strategy": "channel"}
+
+
+def quantise(source: Path, folder: Path, lm_head: bool = False) -> None:
+    """As compressed-tensors writes it: int8 weights (a scale per output row), activations quantised token by token."""
+    tensors = {}
+    for name, weight in load_file(source / "model.safetensors").items():
+        if weight.dim() == 2 and (".layers." in name or (lm_head and name == "lm_head.weight")):
+            scale = weight.abs().amax(1, keepdim=True) / 127
+            tensors[name] = (weight / scale).round().to(torch.int8)
+            tensors[name.removesuffix("weight") + "weight_scale"] = scale
+        else:
+            tensors[name] = weight
+    group = {
+        "weights": SCHEME,
+        "input_activations": {**SCHEME, "dynamic": True, "strategy": "token", "observer": None},
+        "targets": ["Linear", "re:.*lm_head"] if lm_head else ["Linear"],
+    }
+    write_quantised(source, folder, tensors, "int-quantized", group, [] if lm_head else ["lm_head"])
+
+
+def quantise_weights(source: Path, folder: Path, group_size: int = 32) -> None:
+    """With weights of 4 bits, a scale per `group_size` inputs, eight to an int32."""
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    tensors = {}
+    for name, weight in load_file(source / "model.safetensors").items():
+        if ".layers." in name and weight.dim() == 2:
+            grouped = weight.unflatten(1, (-1, group_size))
+            scale = grouped.abs().amax(2, keepdim=True) / 7
+            stem = name.removesuffix("weight")
+            tensors[stem + "weight_packed"] = pack_to_int32((grouped / scale).round().flatten(1).to(torch.int8), 4)
+            tensors[stem + "weight_scale"] = scale[..., 0].bfloat16()
+            tensors[stem + "weight_shape"] = torch.tensor(weight.shape)
+        else:
+            tensors[name] = weight
+    scheme = {**SCHEME, "num_bits": 4, "strategy": "group", "group_size": group_size}
+    write_quantised(source, folder, tensors, "pack-quantized", {"weights": scheme, "targets": ["Linear"]}, ["lm_head"])
+
+
+def write_quantised(
+    source: Path, folder: Path, tensors: dict[str, Tensor], layout: str, group: dict[str, Any], ignore: list[str]
+) -> None:
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ignore,
+    }
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.support import byte_llama_reference, evabyte_reference
 from tests.support.engine import Call, Engine, run
-from tests.support.heads import ask_twice, check_greedy, check_twice, fit_head, random_adapters
+from tests.support.heads import ask_twice, check_greedy, check_twice, fit_head
+from vllm_mtpc.checkpoint.load import module_names
 from vllm_mtpc.engine.server import run_server
 from vllm_mtpc.errors import ServeConfigError
+from vllm_mtpc.heads.adapters import MODULES, Adapters
 from vllm_mtpc.models.hooks import check_limits
 
 MODELS = ("evabyte", "byte_llama")
@@ -114,6 +117,22 @@ def test_text_with_two_tensor_parallel_ranks(tmp_path: Path, name: str, runner: 
     assert 0 < replies[0].accepted < replies[0].drafted
 
 
+def random_adapters(weights: dict[str, Tensor], layer: int) -> tuple[Adapters, dict[str, Tensor]]:
+    """Loud adapters of every projection of a layer, and the weights with these merged into them."""
+    generator, rank, alpha = torch.Generator().manual_seed(0), 4, 8
+    lora, merged = {}, dict(weights)
+    for name, weight in weights.items():
+        parts = name.removesuffix(".weight").split(".")
+        if parts[-1] in MODULES and int(parts[2]) == layer:
+            a = torch.randn(rank, weight.shape[1], generator=generator)
+            b = torch.randn(len(weight), rank, generator=generator)
+            b *= 0.3 * weight.std() / (alpha / rank * rank**0.5)
+            for part, value in (("A", a), ("B", b)):
+                lora[f"base_model.model.{'.'.join(parts)}.lora_{part}.weight"] = value
+            merged[name] = weight + alpha / rank * b @ a
+    return Adapters([layer], rank, alpha, module_names(lora), lora), merged
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "block"), [("evabyte", 16), ("byte_llama", 32)])
 def test_head_reads_states_of_draft_layers_on_v2(tmp_path: Path, name: str, block: int) -> None:
@@ -121,10 +140,10 @@ def test_head_reads_states_of_draft_layers_on_v2(tmp_path: Path, name: str, bloc
     model = make_model(name, tmp_path / "target")
     reference, prompts = model.reference, model.prompts
     if name == "evabyte":
-        layers, merged = random_adapters(reference.weights, [1])
+        layers, merged = random_adapters(reference.weights, 1)
         adapted: Any = evabyte_reference.Reference(merged)
     else:
-        layers, merged = random_adapters(reference.llama.state_dict(), [1])
+        layers, merged = random_adapters(reference.llama.state_dict(), 1)
         adapted = byte_llama_reference.Reference(tmp_path / "target")
         adapted.llama.load_state_dict(merged)
     fit_head(tmp_path / "head", reference, model.sizes, prompts, COUNT // 2, adapted, layers)

@@ -118,15 +118,35 @@ def test_ray_serve_llm_returns_greedy_text_of_plain_vllm() -> None:
     assert_greedy_text(answers)
 
 
+# vLLM's Ray executor takes accelerators only: a CPU platform with one "GPU" a worker
+PLATFORM = """
+from vllm.platforms.cpu import CpuPlatform
+
+class RayCpuPlatform(CpuPlatform):
+    ray_device_key = "GPU"
+
+def register():
+    return "mtpc_test_platform.RayCpuPlatform"
+"""
+
+
+def install_platform(folder: Path) -> None:
+    """Make a distribution that vLLM finds by its entry point in every process with the folder on its path."""
+    info = folder / "mtpc_test_platform-1.0.dist-info"
+    info.mkdir(parents=True)
+    (folder / "mtpc_test_platform.py").write_text(PLATFORM)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mtpc_test_platform\nVersion: 1.0\n")
+    entry = "mtpc_test_platform = mtpc_test_platform:register"
+    (info / "entry_points.txt").write_text(f"[vllm.platform_plugins]\n{entry}\n")
+
+
 @pytest.mark.slow
 def test_tensor_parallel_over_two_nodes(tmp_path: Path) -> None:
     """vLLM's Ray executor. Each node has one "GPU", so the two workers, both with the plugin, cannot share one."""
-    from tests.support.cpu_platform import install
-
     target = make_target(tmp_path / "target", vocab_size=32, seed=3)
     make_head(tmp_path / "btree", target, "btree", window=5, components=3)
-    (tmp_path / "plugin").mkdir()
-    path = str(install(tmp_path / "plugin"))
+    install_platform(tmp_path / "plugin")
+    path = str(tmp_path / "plugin")
     prompts = [[3, 9, 4], [7, 7, 1, 12, 5, 2], [8]]
     greedy = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, "detokenize": False}
     calls = [Call(prompts, [greedy] * 3), Call(prompts, [{**greedy, "temperature": 1.0, "seed": 11}] * 3)]

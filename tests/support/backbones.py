@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.support.evabyte_reference import GreedyReference
+from tests.support.models import minimise
 from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads import build_head
@@ -77,13 +78,13 @@ def fit(
     for text in texts:
         windows = torch.tensor(text[1:]).unfold(0, window, 1)
         rows.append((reader.aux(text), torch.arange(len(windows)), windows))
-    optimiser = torch.optim.Adam(head.parameters(), lr=3e-3)
-    for _ in range(steps):
+
+    def loss() -> Tensor:
         losses = []
         for aux, starts, windows in rows:
             params = head(states(head, aux, starts, windows[:, 0]))
-            losses.append(-head.circuit.conditional_log_probs(params, windows))
-        optimiser.zero_grad()
-        torch.cat([loss.flatten() for loss in losses]).mean().backward()
-        optimiser.step()
+            losses.append(-head.circuit.conditional_log_probs(params, windows).flatten())
+        return torch.cat(losses).mean()
+
+    minimise(loss, head, steps, 3e-3)
     save_head(folder, config, head, {"command": "tests"}, "made by a test", torch.float32)

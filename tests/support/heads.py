@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tests.support.engine import Call, Reply
+from tests.support.models import minimise
 from vllm_mtpc.checkpoint import save_head
-from vllm_mtpc.checkpoint.load import module_names
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads import build_head
-from vllm_mtpc.heads.adapters import MODULES, Adapters, DraftLayers
+from vllm_mtpc.heads.adapters import Adapters, DraftLayers
 
 
 def fit_head(
@@ -37,34 +36,8 @@ def fit_head(
     texts = [prompt + reference.greedy(prompt, count) for prompt in prompts]
     hidden = torch.cat([(reads or reference).hidden(text)[:-window] for text in texts])
     windows = torch.cat([torch.tensor(text[1:]).unfold(0, window, 1) for text in texts])
-    optimiser = torch.optim.Adam(head.parameters(), lr=3e-2)
-    for _ in range(60):
-        loss = -head.circuit.conditional_log_probs(head(hidden), windows).mean()
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-    provenance = {"command": "tests"}
-    save_head(folder, config, head, provenance, "made by a test", torch.float32, draft_layers=layers)
-
-
-def random_adapters(
-    weights: dict[str, Tensor], layers: list[int], rank: int = 4, alpha: int = 8, seed: int = 0
-) -> tuple[Adapters, dict[str, Tensor]]:
-    """Loud adapters of every projection of some layers, and the weights with these merged into them."""
-    generator = torch.Generator().manual_seed(seed)
-    lora, merged = {}, dict(weights)
-    for name, weight in weights.items():
-        parts = name.removesuffix(".weight").split(".")
-        if parts[-1] in MODULES and int(parts[2]) in layers:
-            a, b = (
-                torch.randn(rank, weight.shape[1], generator=generator),
-                torch.randn(len(weight), rank, generator=generator),
-            )
-            b *= 0.3 * weight.std() / (alpha / rank * rank**0.5)
-            for part, value in (("A", a), ("B", b)):
-                lora[f"base_model.model.{'.'.join(parts)}.lora_{part}.weight"] = value
-            merged[name] = weight + alpha / rank * b @ a
-    return Adapters(layers, rank, alpha, module_names(lora), lora), merged
+    minimise(lambda: -head.circuit.conditional_log_probs(head(hidden), windows).mean(), head, 60, 3e-2)
+    save_head(folder, config, head, {"command": "tests"}, "made by a test", torch.float32, draft_layers=layers)
 
 
 def check_greedy(reference: Any, prompts: list[list[int]], replies: list[Reply], count: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,16 +82,23 @@ def make_head(
             tokens = torch.cat([tokens[:, :1], target.lm_head(hidden)[:, :-1].argmin(-1)], dim=1)
     windows = tokens[:, 1:].unfold(1, window, 1)  # [S, T, n]
     hidden, windows = hidden[:, : windows.shape[1]].flatten(0, 1), windows.flatten(0, 1)
-    optimiser = torch.optim.Adam(head.parameters(), lr=1e-2)
-    for _ in range(steps):
+
+    def loss() -> torch.Tensor:
         some = torch.randint(len(windows), (256,))
-        loss = -head.circuit.conditional_log_probs(head(hidden[some]), windows[some]).mean()
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
+        return -head.circuit.conditional_log_probs(head(hidden[some]), windows[some]).mean()
+
+    minimise(loss, head, steps, 1e-2)
     if head.token_target is not None:
         head.token_target.data *= token_scale
     save_head(folder, config, head, {"command": "tests"}, "made by a test", torch.float32)
+
+
+def minimise(loss: Callable[[], torch.Tensor], head: torch.nn.Module, steps: int, learning_rate: float) -> None:
+    optimiser = torch.optim.Adam(head.parameters(), lr=learning_rate)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        loss().backward()
+        optimiser.step()
 
 
 def random_layers(target: Path, layers: int, scale: float = 0.3) -> DraftLayers:
