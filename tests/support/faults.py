@@ -8,7 +8,6 @@ that does not exist raises, so that a fault cannot be lost by renaming what it r
 from __future__ import annotations
 
 import itertools
-import random
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -29,7 +28,6 @@ PLAN = "vllm_mtpc.plan.online_plan.OnlinePlan"
 UNIFORM = 0.15  # the share of a uniform distribution in a wrong q
 MARKED = 0  # the token whose drafts are thrown away
 LENGTHS = (3, 1, 0, 2)  # numbers of drafts, in turns
-JUMPS = (0.0, 3600.0, -3600.0, 86400.0)  # seconds by which a clock is wrong, in turns
 
 
 def inject(*names: str) -> Callable[[], None]:
@@ -186,30 +184,6 @@ def _swapping(original: Any) -> Any:
     return execute_model
 
 
-def _clock(name: str, wrong: list[float], chance: random.Random) -> Callable[[Any], Any]:
-    """Jump by hours in one call of ten, and stand still in one of ten; `perf_counter`, which costs use, is recorded."""
-
-    def wrap(original: Any) -> Any:
-        last = [0.0]
-
-        def read() -> float:
-            if chance.random() < 0.1:
-                wrong[0] = chance.choice(JUMPS)
-            if not last[0] or chance.random() < 0.9:
-                last[0] = original() + wrong[0]
-            RECORDED.extend([last[0]] * (name == "perf_counter"))
-            return last[0]
-
-        return read
-
-    return wrap
-
-
-def _jumping_clocks() -> Patches:
-    wrong, chance = [0.0], random.Random(0)
-    return {f"time.{name}": _clock(name, wrong, chance) for name in ("time", "monotonic", "perf_counter")}
-
-
 # Grammars
 
 
@@ -318,7 +292,6 @@ FAULTS: dict[str, Patches | Callable[[], Patches]] = {
     "note drafts": recorders.note_drafts,
     "noted lengths": {f"{SPECULATOR}.propose": recorders.lengths_v2},
     "noted lengths v1": {f"{PROPOSER}.propose": recorders.lengths_v1},
-    "clock jumps": _jumping_clocks,
     # the online plan
     "free drafts": {f"{PLAN}.finish_step": _clocked(lambda drafts: 0.01)},
     "dear drafts": {f"{PLAN}.finish_step": _clocked(lambda drafts: 0.01 * (1 + 5 * drafts))},
@@ -342,17 +315,9 @@ FAULTS: dict[str, Patches | Callable[[], Patches]] = {
         **NOTED_LAYERS,
     },
     "layers stale trunk": {f"{LAYERED}.DraftLayers.forward": _stale_rows, **NOTED_LAYERS},
-    "layers unread chunks": recorders.unread_chunks(
-        f"{LAYERED}.LayeredSpeculator.propose",
-        f"{LAYERED}.DraftLayers.forward",
-        lambda self, positions, states: states,  # the target's states
-    ),
     "backbone": NOTED_BACKBONE,
     "backbone in graphs": lambda: recorders.in_graphs(f"{BACKBONE}.BackboneSpeculator", "FULL", NOTED_STATES),
     "backbone context one on": {f"{BACKBONE}.ServedBackbone.write_context": _shifted, **NOTED_BACKBONE},
-    "backbone unread chunks": recorders.unread_chunks(
-        f"{BACKBONE}.BackboneSpeculator.propose", f"{BACKBONE}.BackboneSpeculator._write_context", lambda *args: None
-    ),
     "backbone causal": {f"{V2}.speculator.build_attn_metadata": _causal, **NOTED_BACKBONE},
     "note their drafts": {
         "vllm.v1.worker.gpu.spec_decode.dflash.speculator.DFlashSpeculator.propose": recorders.after_propose(
@@ -368,7 +333,6 @@ FAULTS: dict[str, Patches | Callable[[], Patches]] = {
     "oracle": recorders.oracle,
     "record_groups": lambda: {f"{MERGED}.propose": recorders.merged_groups} | recorders.second_pass_groups(),
     "record_drafts": {f"{MERGED}.propose": NOTED_PTP, f"{PTP}.propose": NOTED_PTP},
-    "record_real_rows": {f"{MERGED}._run_merged_pass": recorders.real_rows},
     "replayed": lambda: recorders.in_graphs(PTP, "FULL_DECODE_ONLY"),
     # memory
     "measured_as_on_a_gpu": recorders.profiled_as_on_a_gpu,

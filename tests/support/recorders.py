@@ -167,22 +167,6 @@ def norm_of_each_layer(original: Any, self: Any, keys: Any) -> Any:
     return out
 
 
-def unread_chunks(propose_path: str, method: str, skip: Callable[..., Any]) -> Patches:
-    """Return skip(..) in place of a method's result in steps that sample nothing: pieces of a prompt are missing."""
-    samples_nothing = [False]
-
-    @wrapping
-    def propose(original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        samples_nothing[0] = not kwargs.get("dummy_run") and not args[6].any()  # num_sampled
-        return after_propose(state_and_drafts)(original)(*args, **kwargs)
-
-    @wrapping
-    def skipping(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        return skip(self, *args) if samples_nothing[0] else original(self, *args, **kwargs)
-
-    return {propose_path: propose, method: skipping}
-
-
 # PTP
 
 
@@ -248,13 +232,6 @@ def second_pass_groups() -> Patches:
         return hidden
 
     return {f"{PTP}._generate_draft": generate, f"{PTP}._run_draft_pass": run}
-
-
-@wrapping
-def real_rows(original: Any, self: Any, step: Any, *args: Any) -> torch.Tensor:
-    hidden = original(self, step, *args)
-    RECORDED.append(hidden[: step.num_tokens].clone())
-    return hidden
 
 
 # KV caches

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from vllm.distributed import get_tensor_model_parallel_rank
 
+from tests.support.recorders import wrapping
 from vllm_mtpc.proposers.config import draft_memory
 from vllm_mtpc.proposers.v1.proposer import MtpcProposer
 from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
@@ -27,19 +28,17 @@ def __getattr__(name: str) -> type:
     return type(name, (), {})
 
 
-def _differing_v1(original: Any) -> Any:
-    def _generate_drafts(self: Any, *args: Any) -> Any:
-        drafts, ends = original(self, *args)
-        if get_tensor_model_parallel_rank() == 1:
-            drafts = [[1 - min(token, 1) for token in row] for row in drafts]
-        return drafts, ends
-
-    return _generate_drafts
+@wrapping
+def _differing_v1(original: Any, self: Any, *args: Any) -> Any:
+    drafts, ends = original(self, *args)
+    return [[1 - min(token, 1) for token in row] for row in drafts] if _is_second() else drafts, ends
 
 
-def _differing_v2(original: Any) -> Any:
-    def propose(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        drafts = original(self, *args, **kwargs)
-        return 1 - drafts.clamp(max=1) if get_tensor_model_parallel_rank() == 1 else drafts
+@wrapping
+def _differing_v2(original: Any, self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    drafts = original(self, *args, **kwargs)
+    return 1 - drafts.clamp(max=1) if _is_second() else drafts
 
-    return propose
+
+def _is_second() -> bool:
+    return get_tensor_model_parallel_rank() == 1
