@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,53 +26,47 @@ class Outcome:
 
     def __init__(self, file: Path) -> None:
         self.file, self.source, self.start = file, provenance.collect(), time.monotonic()
-        self.results: dict[str, str] = {}  # by test
-        self.reasons: dict[str, list[str]] = defaultdict(list)  # of skips
-        self.seconds: dict[str, dict[str, float]] = defaultdict(lambda: {"fast": 0.0, "slow": 0.0})
-        self.cells: dict[str, list[list[str]]] = {}
+        self.reports: dict[str, list[pytest.TestReport]] = defaultdict(list)  # of a test's setup, call and teardown
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        test = report.nodeid
-        self.seconds[test.partition("::")[0]]["slow" if "slow" in report.keywords else "fast"] += report.duration
-        if report.failed:
-            self.results[test] = "failed"
-        elif report.skipped:
-            self.results[test] = "skipped"
-            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-            self.reasons[reason.removeprefix("Skipped: ")].append(test)
-        elif report.when == "call":
-            self.results.setdefault(test, "passed")
-        self.cells[test] = [value for name, value in report.user_properties if name == CELL]
+        self.reports[report.nodeid].append(report)
 
     def pytest_sessionfinish(self) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self.file.write_text(json.dumps(self.as_json(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
     def as_json(self) -> dict[str, Any]:
-        of = {kind: [test for test, result in self.results.items() if result == kind] for kind in ("passed", "failed")}
-        seconds = {file: {kind: round(s, 1) for kind, s in both.items()} for file, both in sorted(self.seconds.items())}
+        results: dict[str, list[str]] = {"passed": [], "failed": []}
+        reasons: dict[str, list[str]] = defaultdict(list)  # of skips
+        seconds: dict[str, dict[str, float]] = defaultdict(lambda: {"fast": 0.0, "slow": 0.0})
+        cells: dict[tuple[str, ...], Counter[str]] = defaultdict(Counter)
+        for test, reports in sorted(self.reports.items()):
+            ended = next((one for one in reports if not one.passed), reports[0])
+            seconds[test.partition("::")[0]]["slow" if "slow" in ended.keywords else "fast"] += sum(
+                one.duration for one in reports
+            )
+            if ended.skipped:
+                reason = ended.longrepr[2] if isinstance(ended.longrepr, tuple) else str(ended.longrepr)
+                reasons[reason.removeprefix("Skipped: ")].append(test)
+            else:
+                results[ended.outcome].append(test)
+            for _, cell in (own for own in ended.user_properties if own[0] == CELL):
+                cells[(*cell, test.partition("[")[0].removeprefix("tests/"))][ended.outcome] += 1
+        names = ("feature", "column", "kind", "why", "test")
         return {
             "kind": "tests",
             **self.source,
             "command": self.source["command"].replace("__main__.py", "pytest", 1),
             "minutes": round((time.monotonic() - self.start) / 60, 1),
-            "passed": len(of["passed"]),
-            "failed": sorted(of["failed"]),
-            "skipped": {reason: sorted(tests) for reason, tests in sorted(self.reasons.items())},
-            "seconds": seconds,
-            "cells": self.cells_as_json(),
+            "passed": len(results["passed"]),
+            "failed": results["failed"],
+            "skipped": dict(sorted(reasons.items())),
+            "seconds": {file: {kind: round(s, 1) for kind, s in both.items()} for file, both in seconds.items()},
+            "cells": [
+                dict(zip(names, cell, strict=True)) | {kind: counts[kind] for kind in ("passed", "failed", "skipped")}
+                for cell, counts in sorted(cells.items())
+            ],
         }
-
-    def cells_as_json(self) -> list[dict[str, Any]]:
-        """Return the cells of the feature page that each test function fills, with its counts of results."""
-        counted: dict[tuple[str, ...], dict[str, int]] = {}
-        for test in sorted(self.cells):
-            function = test.partition("[")[0].removeprefix("tests/")
-            for cell in self.cells[test]:
-                ended = counted.setdefault((*cell, function), {"passed": 0, "failed": 0, "skipped": 0})
-                ended[self.results.get(test, "failed")] += 1
-        names = ("feature", "column", "kind", "why", "test")
-        return [dict(zip(names, cell, strict=True)) | ended for cell, ended in sorted(counted.items())]
 
 
 def seconds_of(file: str, kinds: set[str]) -> float:
