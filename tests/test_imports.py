@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -19,6 +20,7 @@ ORDER = (
 )
 KNOW_VLLM = ("proposers", "models", "engine", "benchmarks")  # the last is not in the wheel
 INSIDE = {"engine_core", "model_runner"}
+MOST_LINES = 22_000  # of Python in the wheel, docstrings and blank lines too
 
 
 @cache
@@ -80,3 +82,12 @@ def test_vllm_is_imported_by_three_packages_only():
             found += [node.attr] if isinstance(node, ast.Attribute) and node.attr in INSIDE else []
             wrong += [f"{path.relative_to(ROOT)}:{node.lineno}: {one}" for one in found]
     assert not wrong, "\n".join(wrong)
+
+
+def test_wheel_has_no_more_lines_than_allowed():
+    lines: Counter[str] = Counter()
+    for name, (path, _) in files().items():
+        if package_of(name) != "benchmarks":
+            lines[package_of(name)] += path.read_text(encoding="utf-8").count("\n")
+    sizes = ", ".join(f"{package or 'vllm_mtpc'} {count:,}" for package, count in lines.most_common())
+    assert lines.total() <= MOST_LINES, f"{lines.total():,} lines; allowed are {MOST_LINES:,}. Packages: {sizes}"
