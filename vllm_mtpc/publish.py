@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     for file in files:
         print(f"{file.stat().st_size:>15,}  {file.name}")
     print(f"README.md with the metadata:\n{card.data.to_yaml()}")
-    if card.data.license is None:
+    if card.data.get("license") is None:
         print("hint: no licence, so others may not use the head; name one with --license (the target's may bind it)")
     if args.dry_run:
         print(f"nothing was sent; without --dry-run it goes to {args.repo}")
@@ -96,7 +96,7 @@ def complete_card(folder: Path, license: str | None, is_online: bool) -> ModelCa
     except Exception as error:  # of the file system, YAML and the hub's client
         raise CheckpointError(f"{file}: cannot be read ({first_line(error)}); fix or delete it") from None
     terms = {"license": license} if license else metadata.license_of(file) or metadata.target_license(target, is_online)
-    tags = list(dict.fromkeys([*(card.data.tags or []), *metadata.tags_of(config)]))
+    tags = list(dict.fromkeys([*(card.data.get("tags") or []), *metadata.tags_of(config)]))
     found = dict.fromkeys(metadata.LICENSE_KEYS) | metadata.card_data(tags, target, terms).to_dict()
     for key, value in found.items():
         card.data[key] = value

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.demo.subword_target``: a small Llama, Qwen3, Phi-3, Gemma or NeoX over a BPE, trained in minutes.
+"""``python -m benchmarks.demo.subword_target``: a small model of one of five families over a BPE, trained in minutes.
 
 A target for heads of kind `shared`: its lm_head is the largest of its matrices, as in subword models of any size. Text
 and training are those of the byte-level demo target; the BPE is learnt from the training part of the text. Families
@@ -23,7 +23,7 @@ VOCAB_SIZE = 4096
 STEPS, LONG_STEPS = 550, 50
 HIDDEN_SIZE, LAYERS, HEAD_DIM = 192, 4, 32
 EOS = 0
-FAMILIES = {"llama": "llama", "qwen3": "qwen3", "phi3": "phi3", "gemma": "gemma2", "neox": "gpt_neox"}  # of transformers
+FAMILIES = {"llama": "llama", "qwen3": "qwen3", "phi3": "phi3", "gemma": "gemma2", "neox": "gpt_neox"}
 CHAT = (
     "{% for message in messages %}{{ '# ' + message['role'] + '\\n' + message['content'] + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '# assistant\\n' }}{% endif %}"

@@ -1,30 +1,18 @@
-"""Device memory of a served head in bytes, computed before anything is loaded."""
+"""Memory of drafts: the bytes of their logits, and the rows that are drafted at once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_mtpc.heads import build_head
-from vllm_mtpc.heads.linear import LinearHead, pays
 from vllm_mtpc.kernels.draft import is_small
-from vllm_mtpc.kernels.shard import Shard
 
 if TYPE_CHECKING:
-    from vllm_mtpc.config.mtpc_config import HeadConfig
     from vllm_mtpc.heads.base import Head
 
 LOGITS_BYTES = 1 << 30  # of a draft that exist at once; larger batches are drafted in several goes
-
-
-class DraftMemory(NamedTuple):
-    """Bytes on one rank."""
-
-    weights: int  # the head's parameters and buffers
-    buffers: int  # made at start: conditionals of the last drafts, a row per request
-    activation: int  # logits of the largest draft
 
 
 def logits_bytes(head: Head, drafts: int, dtype: torch.dtype) -> int:
@@ -57,40 +45,6 @@ def rows_at_once(
         padded = min((size for size in graph_sizes if batch <= size < len(drafts_by_batch)), default=batch)
         rows[drafts] = min(padded, max(1, LOGITS_BYTES // row_bytes[drafts]))
     return dict(sorted(rows.items(), key=lambda item: item[1] * row_bytes[item[0]], reverse=True))
-
-
-def draft_memory(
-    config: HeadConfig,
-    drafts_by_batch: Sequence[int],
-    num_drafts: int,
-    dtype: torch.dtype,
-    num_ranks: int = 1,
-    device_type: str = "cuda",
-    is_drawn: bool = True,
-) -> DraftMemory:
-    """Return the memory on one rank of Model Runner V2 for head_dtype auto.
-
-    Args:
-        config, dtype: of the head, and of the target.
-        drafts_by_batch, num_drafts: K by batch size up to max_num_seqs (index 0 is unused), and the largest K.
-        num_ranks, device_type: tensor-parallel ranks, and "cuda" or "cpu".
-        is_drawn: whether drafts are sampled; greedy drafts store no conditionals.
-    """
-    with torch.device("meta"):
-        head = build_head(config).to(dtype)
-        shard = Shard(0, num_ranks, config.vocab_size, lambda own: own)
-        if isinstance(head, LinearHead) and pays(head.leaf_weight.numel() * dtype.itemsize, num_ranks, device_type):
-            head.shard_leaves(shard)
-        if head.needs_lm_head and divides_logits(head, num_ranks):
-            head.bind_lm_head(lambda states: states, shard)
-    weights = sum(part.nbytes for part in (*head.parameters(), *head.buffers()))
-    drafts, rows = next(iter(rows_at_once(head, drafts_by_batch, num_drafts, dtype).items()))
-    cached = config.vocab_size * dtype.itemsize if is_drawn else 0
-    # per draft: token, confidence, conditional; per request: slot, temperature, seed, row, first token, position, state
-    states = config.window if config.head == "backbone" else 1
-    row = num_drafts * (8 + 4 + cached) + 8 + 4 + 4 * 8 + states * config.hidden_size * dtype.itemsize
-    buffers = (len(drafts_by_batch) - 1) * row + 4 * num_drafts
-    return DraftMemory(weights, buffers, rows * logits_bytes(head, drafts, dtype))
 
 
 def divides_logits(head: Head, num_ranks: int) -> bool:

@@ -62,6 +62,8 @@ def couple_seeded_requests(generators: dict[int, Generator], num_drafts: list[in
 class HeadModelRunner(GPUModelRunner):
     """Additions to the V1 runner of any device; `drafter` is a `MtpcProposer`."""
 
+    speculative_config: Any
+
     def begin(self) -> None:
         """Restore vLLM's `min_p` and `logit_bias`, which it drops for engines with drafts; called after __init__."""
         processors = (kind(self.vllm_config, self.device, PIN_MEMORY) for kind in BUILTIN_LOGITS_PROCESSORS)
@@ -78,11 +80,11 @@ class HeadModelRunner(GPUModelRunner):
         """Prepare a step that verifies nothing as plain vLLM does, without the metadata of no drafts."""
         if scheduler_output.scheduled_spec_decode_tokens:
             return super()._prepare_inputs(scheduler_output, *args, **kwargs)
-        spec, self.speculative_config = self.speculative_config, None
+        self.speculative_config = None
         try:
             return super()._prepare_inputs(scheduler_output, *args, **kwargs)
         finally:
-            self.speculative_config = spec
+            self.speculative_config = self.vllm_config.speculative_config
 
     def take_draft_token_ids(self) -> Any:
         """Return None after a step without drafts: the scheduler then reads no lists of nothing."""
