@@ -30,18 +30,6 @@ def failure(what: str, code: int | None, log: Path) -> EngineFailed:
     return EngineFailed(f"{what} ended with exit code {code}; the end of its log {log}:\n{tail(log)}")
 
 
-def cpu_seconds(pid: int) -> float:
-    """Return user and system CPU seconds of a process and its running descendants."""
-    import psutil
-
-    total = 0.0
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                total += sum(process.cpu_times()[:2])
-    return total
-
-
 @contextlib.contextmanager
 def group(
     command: Sequence[str], log: Path, environment: dict[str, str], grace_s: float = 20.0, **more: Any

@@ -15,10 +15,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.child_process import cpu_seconds
 from benchmarks.engine_child import Child, started
 from benchmarks.step_clock import StepClock, Steps, is_v2, runner_of, worker_of
 from vllm_mtpc.engine.counters import Acceptance
+from vllm_mtpc.engine.process import cpu_seconds
 
 Prompt = str | list[int]  # text, or token ids
 WARM_UP_TOKENS = 8

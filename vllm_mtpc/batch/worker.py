@@ -102,7 +102,7 @@ class Worker:
                 server = self._server
                 try:
                     async with server.ask("POST", line.url, body, {"Content-Type": "application/json"}) as answer:
-                        return record(line, answer.status_code, (await answer.aread()).decode())
+                        return record(line, answer.status, await answer.text())
                 except EngineFailed:
                     await self._revive(server)
         return record(line, fault=f"the engine died while it answered, {self._options.attempts} times in a row")

@@ -17,6 +17,7 @@ COLUMN_DEFINITIONS = (
     *DEFINITIONS.splitlines(),
     "identical: greedy answers that equal plain vLLM's token for token, of a check apart from the passes.",
     "TTFT: time to the first token of a request; TPOT: time per later token; medians over requests.",
+    "seconds, cpu_seconds: of each pass, by the clock and of the server's processes.",
 )
 
 
@@ -52,6 +53,10 @@ def _row(found: list[Pass], comparison: Comparison) -> Row:
         "identical": comparison.identical(decoding) if cell.temperature == 0 else None,
         "ttft_ms": round(median(one.ttft_ms for one in measured), 3),
         "tpot_ms": round(median(one.tpot_ms for one in measured), 3),
+        "speedups": [round(value, 4) for value in speedups],
+        "tokens": [one.tokens for one in measured],
+        "seconds": [round(one.seconds, 4) for one in measured],
+        "cpu_seconds": [round(one.cpu_seconds, 3) for one in measured],
     }
 
 

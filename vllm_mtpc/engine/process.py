@@ -41,6 +41,18 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def cpu_seconds(pid: int) -> float:
+    """Return user and system CPU seconds of a process and its running descendants."""
+    import psutil
+
+    total = 0.0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                total += sum(process.cpu_times()[:2])
+    return total
+
+
 def end_group(leader: int, how: signal.Signals) -> None:
     """Signal a process group if it still exists."""
     with contextlib.suppress(ProcessLookupError, PermissionError):

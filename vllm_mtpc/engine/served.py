@@ -16,6 +16,7 @@ from typing import Any
 
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.options import flags, read_model_config, serve_arguments
+from vllm_mtpc.engine.process import cpu_seconds
 from vllm_mtpc.engine.server import Client, run_server
 from vllm_mtpc.errors import EngineFailed
 
@@ -97,13 +98,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Measured:
-    """Result of one pass: its seconds and tokens, counters, and medians over requests."""
+    """Result of one pass: its seconds, tokens and counters, medians over requests, CPU seconds of the server."""
 
     seconds: float
     tokens: int
     acceptance: Acceptance
     ttft_ms: float = 0.0
     tpot_ms: float = 0.0
+    cpu_seconds: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -117,7 +119,8 @@ def measure(client: Client, setting: Setting, prompts: Sequence[Prompt]) -> Meas
         EngineFailed: the server did not answer all requests.
     """
     _complete(client, prompts[: setting.clients], setting.temperature, WARM_UP_TOKENS)
-    before = client.acceptance()
+    process = client.process or 0
+    used, before = cpu_seconds(process), client.acceptance()
     result = _bench_serve(client.url, setting, prompts)
     if result["completed"] < len(prompts):
         answered = f"{result['completed']} of {len(prompts)} requests"
@@ -130,6 +133,7 @@ def measure(client: Client, setting: Setting, prompts: Sequence[Prompt]) -> Meas
         client.acceptance() - before,
         round(1000 * median(result["ttfts"]), 3),
         round(1000 * median(tpots), 3),
+        cpu_seconds(process) - used,
     )
 
 

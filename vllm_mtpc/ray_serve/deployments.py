@@ -21,7 +21,6 @@ import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-from urllib.parse import quote
 
 import ray
 from prometheus_client import CONTENT_TYPE_LATEST, Metric, generate_latest
@@ -93,14 +92,14 @@ class Engine:
         """Yield the response's head and bytes; a failure is yielded, as Serve logs tracebacks of exceptions."""
         try:
             async with self.server.ask(asked.method, asked.path, asked.body, asked.headers) as answer:
-                is_stream = answer.headers.get("content-type", "").startswith("text/event-stream")
-                headers = {name: value for name, value in answer.headers.items() if name not in OF_RESPONSE}
-                body = b"" if is_stream else await answer.aread()
+                is_stream = answer.content_type == "text/event-stream"
+                headers = {name: value for name, value in answer.headers.items() if name.lower() not in OF_RESPONSE}
+                body = b"" if is_stream else await answer.read()
                 if ABORTED in body:
                     raise EngineGone("vllm serve is being stopped and has aborted the request")
-                yield Head(answer.status_code, headers, is_stream)
+                yield Head(answer.status, headers, is_stream)
                 if is_stream:
-                    async for part in answer.aiter_raw():
+                    async for part in answer.content.iter_any():
                         yield part
                 else:
                     yield body
@@ -134,7 +133,7 @@ class Router:
     async def __call__(self, request: Request) -> Response:
         if request.url.path.rstrip("/") == "/metrics":
             return await self._metrics()
-        path = quote(request.url.path, "/%") + (f"?{request.url.query}" if request.url.query else "")
+        path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         headers = {name: value for name, value in request.headers.items() if name.lower() not in OF_CONNECTION}
         asked = Asked(request.method, path, headers, await request.body())
         deadline = time.monotonic() + self._timeout_s
