@@ -221,7 +221,7 @@ def test_draft_layers_give_the_states_of_the_adapted_model(tmp_path, layers):
     with torch.no_grad():
         expected = adapted_llama(1, layers, lora_alpha=6)(tokens, output_hidden_states=True).hidden_states[-1]
         # float32; the same products, in PEFT's or our views
-        assert torch.allclose(draft(draft.trunk(tokens)), expected, atol=1e-5)
+        assert torch.allclose(draft.draft(draft.trunk(tokens)), expected, atol=1e-5)
         assert not torch.allclose(plain(tokens, output_hidden_states=True).hidden_states[-1], expected, atol=0.1)
     values = json.loads((out / "adapter_config.json").read_text())
     assert (values["r"], values["lora_alpha"], values["layers_to_transform"]) == (2, 6, layers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -63,7 +64,7 @@ def test_tokens_per_step_is_over_all_steps() -> None:
 class FakeClient:
     """A server whose counters grow by three accepted drafts in four steps from one reading to the next."""
 
-    url = "http://localhost:1"
+    url, process = "http://localhost:1", os.getpid()
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []

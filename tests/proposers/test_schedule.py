@@ -128,7 +128,7 @@ def test_the_default_of_ptp_loses_nothing(variant: str, draft_pass: str, monkeyp
 
 def test_a_step_without_drafts_does_not_run_the_head() -> None:
     proposer = object.__new__(MtpcProposer)  # without a model: running it would raise
-    proposer.num_drafts, proposer.pruned, proposer.made = 7, Counter(), {"a": 3}
+    proposer.num_drafts, proposer.pruned, proposer.made, proposer.asked = 7, Counter(), {"a": 3}, {}
     requests = {name: SimpleNamespace(sampling_params=None) for name in "ab"}
     runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b"]), requests=requests)
     sampling = SimpleNamespace(generators={}, all_greedy=True)

@@ -178,7 +178,7 @@ def test_two_processes_train_as_one(place, parallel, head):
         ({"head": "ptp", "u_features": 8}, "u_features=8 is not an option of u_embedding 'ieee'"),
         ({"head": "ptp", "baseline": "{place}/small"}, "not a trained and measured head of variant independent"),
         ({"data": "{place}/keys.jsonl"}, "keys.jsonl:1: keys prompt; a record must be one of"),
-        ({"data": "{place}/chat.jsonl"}, "chat.jsonl:1: the target's tokenizer has no chat template"),
+        ({"data": "{place}/chat.jsonl"}, "chat.jsonl:1: the target has no chat template"),
         ({"evaluation_tokens": 5000}, "lower --evaluation-tokens"),
         ({"device": "tpu"}, "allowed are auto, cpu, cuda and cuda:N"),
         ({"ray_workers": 2}, "pip install '.[ray]'"),
