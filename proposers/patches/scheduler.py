@@ -191,8 +191,9 @@ class HeadScheduler(Scheduler):
             plan.update(kinds.astype(float), batch, self.kv_cost * context)
             if not self.warned and (share := plan.acceptance.rejected_share()) is not None:
                 self.warned = True
-                text = "%.0f %% of the first drafts are rejected: the plan verifies none but trials; vllm-mtpc doctor "
-                logger.warning(text + "compares served with expected acceptance", 100 * share)
+                text = "%.0f %% of the first drafts are rejected, so drafts are made in trials only; "
+                text += "vllm-mtpc doctor compares served with expected acceptance"
+                logger.warning(text, 100 * share)
 
 
 def class_of(request: Any) -> int:
