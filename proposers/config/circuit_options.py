@@ -55,7 +55,6 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
         mask_drafts: whether drafts of structured requests are masked with their grammar.
         verify: how drafted tokens are verified. None: requests with a seed by coupling, others by rejection.
         model_folder: `model`; Model Runner V1 needs `model` for another value while it starts.
-        is_bundled: whether the target bundles the head and the user did not name it. If it fails, the target is served.
         own_schedule: the schedule of dense data-parallel engines, until vLLM has made their configuration.
     """
 
@@ -80,7 +79,6 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
     verify: Literal["coupled", "rejection"] | None = None
     model_folder: str = ""
     has_default_schedule: bool = False
-    is_bundled: bool = False
     own_schedule: SkipValidation[Schedule | None] = None
 
     def __post_init__(self) -> None:  # the parent's accepts a closed list of methods

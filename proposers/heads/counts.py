@@ -29,7 +29,6 @@ TIMES = ("step_us", "trial_us")  # microseconds of decoding, and what trials of 
 NAMES = ("steps", *PRUNED_BY, *(f"{kind} {what}" for kind in CLASSES for what in OF_CLASS), *TIMES)
 PRUNED = "vllm_mtpc_pruned"  # attribute of a ModelRunnerOutput: pruned drafts by reason
 MINUTE = 60.0
-IDLE = "vllm_mtpc_idle"  # attribute of a ModelRunnerOutput: the bundled head has failed
 
 
 def append_counts(stats: Any, counts: dict[str, int]) -> None:
@@ -69,14 +68,11 @@ def count_by_class(kinds: Mapping[str, str], verified: Mapping[str, Any], output
 
 
 def attach_counts(output: Any, drafter: Any) -> Any:
-    """Return the output of a step of either runner, with its pruned drafts or the note that nothing drafts."""
+    """Return the output of a step of either runner, with its pruned drafts."""
     made = getattr(output, "model_runner_output", output)  # of asynchronous scheduling
-    if getattr(made, "req_ids", None):
-        if getattr(drafter, "is_idle", False):
-            setattr(made, IDLE, True)
-        elif hasattr(drafter, "pruned"):
-            setattr(made, PRUNED, dict(drafter.pruned))
-            drafter.pruned.clear()
+    if getattr(made, "req_ids", None) and hasattr(drafter, "pruned"):
+        setattr(made, PRUNED, dict(drafter.pruned))
+        drafter.pruned.clear()
     return output
 
 

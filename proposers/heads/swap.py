@@ -68,8 +68,6 @@ def copy_tensors(old: nn.Module, new: nn.Module) -> None:
 
 
 def _check_swap(spec: Any, made: Any, drafter: Any) -> None:
-    if getattr(drafter, "is_idle", False):
-        raise ServeConfigError("the head that the target bundles has failed, nothing drafts here; restart the server")
     if spec.has_backbone or made.has_backbone:
         raise ServeConfigError("another backbone cannot read the kept keys and values of the text; restart the server")
     if spec.aux_layers != made.aux_layers:

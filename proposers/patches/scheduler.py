@@ -20,7 +20,7 @@ from vllm_mtpc.plan.draft_schedule import expand_schedule, prior_costs, target_p
 from vllm_mtpc.plan.online_plan import CLASSES, OnlinePlan, card_rates, draft_arms, request_class
 from vllm_mtpc.proposers.config.request_options import excludes_drafts, max_drafts
 from vllm_mtpc.proposers.config.switches import logger
-from vllm_mtpc.proposers.heads.counts import IDLE, PRUNED, append_counts, class_name, count_by_class
+from vllm_mtpc.proposers.heads.counts import PRUNED, append_counts, class_name, count_by_class
 from vllm_mtpc.proposers.heads.grammar_masks import HeadStructuredOutputManager
 from vllm_mtpc.proposers.patches.patch import derived, refuse_moved
 
@@ -133,9 +133,9 @@ class HeadScheduler(Scheduler):
                 request.spec_token_ids = [*request.spec_token_ids, -1]  # the runner has the token, and rejects it
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        pruned, is_idle = getattr(model_runner_output, PRUNED, None), getattr(model_runner_output, IDLE, False)
+        pruned = getattr(model_runner_output, PRUNED, None)
         verified = scheduler_output.scheduled_spec_decode_tokens
-        if self.use_v2_model_runner and not is_idle and model_runner_output.req_ids:  # on V1 the worker counts them
+        if self.use_v2_model_runner and model_runner_output.req_ids:  # on V1 the worker counts them
             pruned = self._count_pruned(scheduler_output)
         if self.plan is not None and model_runner_output.req_ids:
             self._learn(self.plan, scheduler_output, model_runner_output)
@@ -145,9 +145,6 @@ class HeadScheduler(Scheduler):
                     self.counts[name] += count
             self.counted_steps += 1
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if is_idle:
-            self.plan, self.verifies_forbidden = None, False
-            self.dynamic_sd_lookup = [0] * (1 + self.max_num_running_reqs)
         if self.counted_steps and (verified or not self.requests or self.counted_steps >= SENT_STEPS):
             self._send_counts(outputs)
         return outputs

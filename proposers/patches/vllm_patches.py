@@ -2,7 +2,7 @@
 
 A function is called with the original and the arguments of the call; a class or a property is replaced by its result.
 A target with a head in its `mtpc/` folder is served with it if the user does not configure speculative decoding. If the
-head cannot be served, the target is served without drafts, with one warning.
+head does not fit the target or the engine, the target is served without drafts, with one warning.
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ def create_speculative_config(original: Callable[..., Any], self: Any, *args: An
     self.speculative_config = {"method": head_method(head) or "mtpc", "model": str(head)}
     try:
         made = create_config(self, original, *args, **kwargs)
-        made.is_bundled = True
     except Exception as error:
         warn(head, error)
         return None
@@ -100,7 +99,7 @@ def create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **
             parallel.worker_cls = f"vllm_mtpc.proposers.patches.worker.{parallel.worker_cls.replace('.', ':')}"
             vllm_config.scheduler_config.__class__ = HeadSchedulerConfig
             apply(*WITH_HEAD)
-            if spec.is_bundled:
+            if getattr(self, MARK, None):
                 text = "Serving with the head that the target bundles, %s: %r; %s=0 turns it off"
                 logger.info(text, spec.model_folder, spec, AUTO)
         return vllm_config
@@ -204,9 +203,9 @@ def init_speculator(original: Callable[..., Any], vllm_config: Any, device: Any,
     """Build our speculator; vLLM's factory has a closed list. Applied in a worker of Model Runner V2."""
     if vllm_config.speculative_config.method not in METHODS:
         return original(vllm_config, device, *args, **kwargs)
-    from vllm_mtpc.proposers.v2.model_runner_v2 import build_speculator
+    from vllm_mtpc.proposers.v2.model_runner_v2 import speculator_class
 
-    return build_speculator(vllm_config, device)
+    return speculator_class(vllm_config.speculative_config)(vllm_config, device)
 
 
 def create_config(engine_args: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

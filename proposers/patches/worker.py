@@ -33,9 +33,9 @@ class HeadWorker(Worker):
             from vllm_mtpc.proposers.v1.model_runner_v1 import HeadModelRunner
 
             spec = self.vllm_config.speculative_config
-            method, model, proposer = spec.method, spec.model, "BundledProposer" if spec.is_bundled else "MtpcProposer"
+            method, model = spec.method, spec.model
             # past the validation of assignments: "custom_class" is none of our methods
-            vars(spec).update(method="custom_class", model=f"vllm_mtpc.proposers.v1.proposer.{proposer}")
+            vars(spec).update(method="custom_class", model="vllm_mtpc.proposers.v1.proposer.MtpcProposer")
             try:
                 super().init_device()
             finally:
@@ -47,11 +47,6 @@ class HeadWorker(Worker):
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         self.vllm_config.speculative_config.reserved_blocks(self.vllm_config, kv_cache_config)  # raises: too few left
         super().initialize_from_config(kv_cache_config)
-
-    def compile_or_warm_up_model(self) -> Any:
-        times = super().compile_or_warm_up_model()
-        self.model_runner.ready()
-        return times
 
     def swap_head(self, path: str) -> dict[str, Any]:
         """Serve the head in folder `path` from the next step on; on ServeConfigError nothing changes."""

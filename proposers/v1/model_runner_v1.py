@@ -69,11 +69,8 @@ class HeadModelRunner(GPUModelRunner):
         processors = (kind(self.vllm_config, self.device, PIN_MEMORY) for kind in BUILTIN_LOGITS_PROCESSORS)
         self.input_batch.logitsprocs = LogitsProcessors(processors)
 
-    def ready(self) -> None: ...
-
     def _update_states(self, scheduler_output: Any) -> Any:
-        if not self.drafter.is_idle:
-            self.drafter.update_requests(scheduler_output)
+        self.drafter.update_requests(scheduler_output)
         return super()._update_states(scheduler_output)
 
     def _prepare_inputs(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from vllm_mtpc.kernels.draft import naive
 from vllm_mtpc.kernels.pick.naive import of_mass
 from vllm_mtpc.proposers.config.request_options import max_drafts
 from vllm_mtpc.proposers.config.switches import DEBUG, is_on
-from vllm_mtpc.proposers.heads import ranks
 from vllm_mtpc.proposers.heads.counts import check_ranks
 from vllm_mtpc.proposers.heads.grammar_masks import Grammars
 from vllm_mtpc.proposers.heads.load import load_served_head, log_drafts
@@ -88,7 +86,6 @@ def likely_lengths(confidence: Tensor, least: float) -> Tensor:
 class MtpcProposer:
     """Proposer of a circuit head; buffers are allocated once."""
 
-    is_idle = False  # whether a bundled head has failed, and nothing is drafted
     keeps_shapes = False  # whether a swapped head must have the shapes of the served one
 
     def __init__(self, vllm_config: VllmConfig) -> None:
@@ -250,38 +247,3 @@ class MtpcProposer:
             return drafts
 
         return pick
-
-
-class BundledProposer(MtpcProposer):
-    """Proposer of a bundled head: if loading or the first draft fails, the target is served without drafts."""
-
-    def __init__(self, vllm_config: VllmConfig) -> None:
-        self.folder = vllm_config.speculative_config.model_folder
-        self._attempt(super().__init__, vllm_config)
-
-    def load_model(self, target_model: nn.Module) -> None:
-        if not self.is_idle:
-            self._attempt(self._load_and_draft, target_model)
-
-    def _load_and_draft(self, target_model: nn.Module) -> None:
-        """Load the head and draft once, which compiles kernels: vLLM's profiling on V1 drafts nothing."""
-        super().load_model(target_model)
-        head, device = self.model, next(target_model.parameters()).device
-        states = torch.zeros(1, head.hidden_size, dtype=self.target_dtype, device=device)
-        with torch.inference_mode():
-            params = head.draft_params(states, torch.zeros(1, dtype=torch.int64, device=device), self.num_drafts)
-            naive.draft(head.circuit.program, *params, pick=lambda log_q, k: log_q.argmax(-1), shard=head.leaf_shard)
-
-    def _attempt(self, call: Callable[..., None], *args: Any) -> None:
-        try:
-            ranks.attempt(partial(call, *args), self.folder)
-        except ranks.GivenUp:
-            vars(self).clear()
-            self.is_idle = True
-            ranks.release()
-
-    def propose(self, runner: Any, sampled_token_ids: list[list[int]], *args: Any) -> list[list[int]]:
-        if not self.is_idle:
-            return super().propose(runner, sampled_token_ids, *args)
-        runner._draft_probs = runner._draft_prob_req_ids = None
-        return [[] for _ in sampled_token_ids]

@@ -1,14 +1,10 @@
-"""Bundled heads: which one is served, what overrides it, what a bad one costs; targets named by heads on the hub.
-
-A head that fails once a worker runs leaves the target served, with one warning and no drafts.
-"""
+"""Bundled heads: which one is served, what overrides it, what a bad one costs; targets named by heads on the hub."""
 
 from __future__ import annotations
 
 import json
 import logging
 import shutil
-from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +18,7 @@ from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import CheckpointError, MtpcError
 from vllm_mtpc.proposers.config import switches
 from vllm_mtpc.proposers.config.switches import AUTO
-from vllm_mtpc.proposers.heads import ranks
 from vllm_mtpc.proposers.patches.vllm_patches import find_bundled_head, find_folder, maybe_override_with_speculators
-from vllm_mtpc.proposers.v2 import model_runner_v2 as v2
 
 Lines = list[str]
 CPU = torch.device("cpu")
@@ -213,85 +207,3 @@ def test_a_head_that_was_moved_says_what_to_type(tmp_path: Path) -> None:
     text = str(caught.value)
     assert "names the target '../qwen'" in text and f"no folder {tmp_path.parent / 'qwen'}" in text
     assert f'vllm serve TARGET --speculative-config \'{{"method": "mtpc", "model": "{tmp_path}"}}\'' in text
-
-
-@pytest.fixture(name="warned")
-def fixture_warned(monkeypatch: pytest.MonkeyPatch) -> Lines:
-    """Warnings of a worker."""
-    lines: Lines = []
-    monkeypatch.setattr(switches.logger, "warning", lambda text, *values: lines.append(text % values))
-    monkeypatch.setattr(ranks, "get_tp_group", lambda: SimpleNamespace(rank_in_group=0))
-    return lines
-
-
-def raising(*args: Any, **kwargs: Any) -> Any:
-    raise RuntimeError("out of shared memory:\n  block size 16")
-
-
-def test_failure_is_one_warning_in_one_line(warned: list[str]) -> None:
-    assert ranks.attempt(lambda: "made", "head") == "made" and warned == []
-    with pytest.raises(ranks.GivenUp):
-        ranks.attempt(raising, "head")
-    assert warned == [
-        "Serving without drafts: the head that the target bundles, head, is not served here: "
-        "out of shared memory: block size 16"
-    ]
-
-
-class Speculator:
-    """Takes hold of the target's forward and registers a layer, then loads; `fails` names the call that raises."""
-
-    def __init__(self, context: dict[str, Any], fails: str) -> None:
-        self.context, self.fails, self.buffer = context, fails, torch.zeros(1 << 10)
-
-    def load_model(self, target: torch.nn.Module) -> None:
-        target.forward, self.context["layer.draft"] = raising, object()
-        self._call("load_model")
-
-    def _call(self, name: str, *args: Any, **given: Any) -> None:
-        if name == self.fails:
-            raising()
-
-    propose = partialmethod(_call, "propose")
-    init_cudagraph_manager = partialmethod(_call, "init_cudagraph_manager")
-    capture = partialmethod(_call, "capture")
-
-
-def runner_with(fails: str) -> SimpleNamespace:
-    context: dict[str, Any] = {"layer.0": object()}
-    config = SimpleNamespace(
-        speculative_config=SimpleNamespace(model_folder="head", num_speculative_tokens=3),
-        scheduler_config=SimpleNamespace(max_num_seqs=4),
-        compilation_config=SimpleNamespace(static_forward_context=context),
-    )
-    runner = SimpleNamespace(vllm_config=config, device=CPU, speculator=Speculator(context, fails))
-    v2.guard(runner)
-    return runner
-
-
-@pytest.mark.parametrize("fails", v2.GUARDED)
-def test_v2_drafts_nothing(fails: str, warned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, target = runner_with(fails), torch.nn.Linear(2, 2)
-    runner.speculator.load_model(target)
-    runner.speculator.init_cudagraph_manager(None)
-    runner.speculator.propose(input_batch=SimpleNamespace(num_reqs=2), dummy_run=True)
-    runner.speculator.capture()
-    v2.unguard(runner)
-    assert isinstance(runner.speculator, v2.IdleSpeculator) and len(warned) == 1
-    assert runner.speculator.propose(SimpleNamespace(num_reqs=2)).tolist() == [[0] * 3] * 2
-    config = runner.vllm_config
-    config.speculative_config.is_bundled = True
-    for build, kind in ((SimpleNamespace, SimpleNamespace), (raising, v2.IdleSpeculator)):
-        monkeypatch.setattr(v2, "speculator_class", lambda spec, build=build: lambda *args: build())
-        assert type(v2.build_speculator(config, CPU)) is kind
-    if fails == "load_model":  # the target is unchanged
-        assert target(torch.ones(2)).shape == (2,)
-        assert set(runner.vllm_config.compilation_config.static_forward_context) == {"layer.0"}
-
-
-def test_v2_fails_once_requests_have_come(warned: list[str]) -> None:
-    runner = runner_with("propose")
-    v2.unguard(runner)
-    with pytest.raises(RuntimeError, match="out of shared memory"):
-        runner.speculator.propose(None)
-    assert warned == [] and not set(v2.GUARDED) & set(vars(runner.speculator))

@@ -53,17 +53,8 @@ def scheduler_that(answers: list[dict[int, Any]]) -> HeadScheduler:
     made = object.__new__(derived(HeadScheduler, Answering))
     made.log_stats, made.num_spec_tokens, made.drafts_asked, made.requests = True, 3, {}, {}
     made.kinds, made.counts, made.counted_steps = {}, Counter(), 0
-    made.dynamic_sd_lookup, made.max_num_running_reqs = None, 8
     made.use_v2_model_runner, made.verifies_forbidden = False, True
     return made
-
-
-def test_scheduler_plans_no_drafts_once_the_bundled_head_has_failed() -> None:
-    scheduler = scheduler_that([{}, {}])
-    scheduler.update_from_output(NOTHING_VERIFIED, SimpleNamespace())
-    assert scheduler.dynamic_sd_lookup is None
-    scheduler.update_from_output(NOTHING_VERIFIED, SimpleNamespace(**{counts.IDLE: True}))
-    assert scheduler.dynamic_sd_lookup == [0] * 9 and not scheduler.verifies_forbidden
 
 
 def test_counts_of_all_steps_are_sent() -> None:
@@ -112,14 +103,12 @@ def test_scheduler_counts_unscheduled_drafts_on_model_runner_v2() -> None:
     assert +counts.read_counts(stats) == {"steps": 2, "schedule": 2, "request": 2}
 
 
-@pytest.mark.parametrize("is_idle", [True, False])
-def test_a_steps_output_has_its_pruned_drafts_or_says_that_nothing_drafts(is_idle: bool) -> None:
+def test_output_of_a_step_has_its_pruned_drafts() -> None:
     inner = SimpleNamespace(req_ids=["a"])
     asynchronous = SimpleNamespace(model_runner_output=inner)
-    drafter = SimpleNamespace(pruned=Counter(budget=1), is_idle=is_idle)
+    drafter = SimpleNamespace(pruned=Counter(budget=1))
     assert counts.attach_counts(asynchronous, drafter) is asynchronous
-    assert getattr(inner, counts.IDLE, False) == is_idle
-    assert getattr(inner, counts.PRUNED, None) == (None if is_idle else {"budget": 1})
+    assert getattr(inner, counts.PRUNED) == {"budget": 1} and not drafter.pruned
 
 
 def test_counts_travel_between_processes() -> None:

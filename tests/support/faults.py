@@ -46,14 +46,6 @@ def _constant(value: Any) -> Callable[[Any], Any]:
     return lambda original: value
 
 
-def _raises(message: str, note: str = "") -> Callable[[Any], Any]:
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        RECORDED.extend([note] * bool(note))
-        raise RuntimeError(message)
-
-    return _constant(fail)
-
-
 def _clocked(seconds: Callable[[int], float]) -> Callable[[Any], Any]:
     """Give the plan seconds(K) in the place of a step's seconds, and record K."""
 
@@ -253,8 +245,6 @@ NOTED_STATES = recorders.after_propose(recorders.state_and_drafts)
 NOTED_LAYERS: Patches = {f"{LAYERED}.LayeredSpeculator.propose": NOTED_STATES}
 NOTED_BACKBONE: Patches = {f"{BACKBONE}.BackboneSpeculator.propose": NOTED_STATES}
 NOTED_PTP = recorders.after_propose(recorders.ptp_drafts)
-NO_HEAD = _raises("half of the head")
-NO_KERNEL = _raises("no kernel image is available", note="drafted")
 
 FAULTS: dict[str, Patches | Callable[[], Patches]] = {
     # verification
@@ -284,7 +274,6 @@ FAULTS: dict[str, Patches | Callable[[], Patches]] = {
     "drawn cut": {"vllm.v1.worker.gpu.model_runner.GPUModelRunner.take_draft_token_ids": _length_of_drawn},
     "switching": {"vllm.v1.core.sched.scheduler.Scheduler.schedule": _lengths_in_turns},
     "swapping": {f"{HEAD_WORKER}.execute_model": _swapping},
-    "does_not_load": {f"{V1}.proposer.load_served_head": NO_HEAD, f"{V2}.speculator.load_served_head": NO_HEAD},
     "keeps_shapes": {f"{SPECULATOR}.keeps_shapes": _constant(True)},
     "drafts by kernel": lambda: recorders.drafts_by("kernel"),
     "drafts by blocks": lambda: recorders.drafts_by("blocks"),
@@ -336,10 +325,6 @@ FAULTS: dict[str, Patches | Callable[[], Patches]] = {
     "replayed": lambda: recorders.in_graphs(PTP, "FULL_DECODE_ONLY"),
     # memory
     "measured_as_on_a_gpu": recorders.profiled_as_on_a_gpu,
-    "first_draft_fails": lambda: (
-        recorders.profiled_as_on_a_gpu()
-        | {f"{SPECULATOR}._generate_draft": NO_KERNEL, f"{V1}.proposer.naive.draft": NO_KERNEL}
-    ),
     "poisoned": recorders.poisoned,
     "freed_early": lambda: recorders.poisoned(early=4),
 }
