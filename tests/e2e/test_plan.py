@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from statistics import mean
+
+import numpy as np
 import pytest
 
 from tests.support.engine import DEMO, ask, build, run
 from tests.support.requests import ON, prompt
 from vllm_mtpc.plan.draft_schedule import KEY
 
+UNDRAFTED = [[1, 1024, 0]]
 DRAFTS = 7  # of the demo's head
 CALLS = [ask([prompt(12, at)], 80) for at in range(3)]
 
@@ -29,3 +33,19 @@ def test_number_of_drafts_follows_an_injected_clock(runner: str) -> None:
     print(runner, {name: len(drafts) for name, drafts in chosen.items()}, late)
     assert late["free drafts"].count(DRAFTS) >= 0.6 * len(late["free drafts"])
     assert late["dear drafts"].count(0) >= 0.6 * len(late["dear drafts"])
+
+
+@pytest.mark.column("mtpc on V1")
+def test_step_without_drafts_costs_what_plain_vllm_costs() -> None:
+    """Calls of Python functions per step, which repeat where seconds do not; a step that drafts has more of them."""
+    calls = [ask([prompt(9)] * batch, 50) for batch in (1, 16)]
+    arguments = {"max_model_len": 96, "max_num_seqs": 16}
+    engines = {
+        name: build(DEMO, head, calls, "calls of steps", {KEY: schedule}, **arguments)
+        for name, head, schedule in (("plain", None, None), ("K=0", "btree", UNDRAFTED), ("K=7", "btree", "off"))
+    }
+    # the prompt's step and the last ones differ
+    means = {name: [mean(one.recorded[2:40]) for one in replies] for name, replies in run(engines, "v1").items()}
+    print(means)
+    assert np.divide(means["K=0"], means["plain"]).max() <= 1.05
+    assert np.divide(means["K=7"], means["plain"]).min() > 1.1

@@ -284,6 +284,7 @@ FAULTS: dict[str, Patches | Callable[[], Patches]] = {
     # the online plan
     "free drafts": {f"{PLAN}.finish_step": _clocked(lambda drafts: 0.01)},
     "dear drafts": {f"{PLAN}.finish_step": _clocked(lambda drafts: 0.01 * (1 + 5 * drafts))},
+    "calls of steps": {"vllm.v1.engine.llm_engine.LLMEngine.step": recorders.count_calls},
     # grammars
     "grammars waited for": GRAMMARS_COMPILED,
     "grammars never compiled": {f"{GRAMMAR}.Grammars._compile": _constant(lambda self, *args: None)},
