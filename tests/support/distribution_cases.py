@@ -44,6 +44,7 @@ OPTIONS = {"good": {}, "bad": {}, "tokens": {"token_rank": 2}, "bad tokens": {"t
 OPTIONS["loud tokens"] = {"token_rank": 2, "token_scale": 10.0}
 PTP = ("o-ptp", "c-ptp", "late")
 CUT = {**ALL_DRAFTS, "min_acceptance": 0.3}  # V1: drafts less likely to be of use are cut, by acceptance as observed
+PLANNED = dict.fromkeys(ALL_DRAFTS)  # no options: the defaults
 BATCH = 1024  # V2: chosen; a step that runs all instances of a launch at once costs about the same for fewer
 PAGE = Path(__file__).parents[2] / "benchmarks" / "RESULTS.md"
 KEPT = PAGE.parent / "results" / "distribution-v2.json"
@@ -83,6 +84,9 @@ def _cases() -> dict[str, Case]:
         "pairs of concurrent requests": Case("btree, good", one, together=2),
         "pairs of siblings, n=4": Case("btree, good", ("seeded",), together=2, is_one_request=True),
         "3, 1, 0, 2 drafts in turns": Case("btree, good", three, "switching"),
+        "the plan changes the number of drafts": Case(
+            "btree, good", three, "drafts become dear and free", options=PLANNED
+        ),
         "o-ptp": Case("o-ptp", ptp),
         "c-ptp": Case("c-ptp", ptp),
         "late": Case("late", ptp),
@@ -98,6 +102,9 @@ def _cases() -> dict[str, Case]:
     }
     cases |= {f"V1: 13 kinds, {head}": Case(head, options=CUT, runner="v1") for head in HEADS if "good" in head}
     cases["V1: leaves look at the token before"] = Case("hmm, tokens", three, options=CUT, runner="v1")
+    cases["V1: the plan changes the number of drafts"] = Case(
+        "btree, good", three, "drafts become dear and free", options=PLANNED, runner="v1"
+    )
     cases["V1: another head at every step"] = Case(
         "btree, good", three, "swapping", options=CUT, runner="v1", other="hmm, bad"
     )

@@ -72,6 +72,12 @@ def _drop_recovered_v1(original: Any, drafts: Any, num_drafts: list[int], *args:
     return output
 
 
+def _changing_seconds() -> Callable[[int], float]:
+    """Return a clock in which each draft costs nothing, then five steps, in turns of 40 steps."""
+    steps = itertools.count()
+    return lambda drafts: 0.01 * (1 + 5 * drafts * (next(steps) // 40 % 2))
+
+
 @wrapping
 def _drop_recovered_v2(original: Any, logits: Any, q: Any, drafts: Any, ends: Any, *args: Any, **more: Any) -> Any:
     sampled, counts = original(logits, q, drafts, ends, *args, **more)
@@ -284,6 +290,7 @@ FAULTS: dict[str, Patches | Callable[[], Patches]] = {
     # the online plan
     "free drafts": {f"{PLAN}.finish_step": _clocked(lambda drafts: 0.01)},
     "dear drafts": {f"{PLAN}.finish_step": _clocked(lambda drafts: 0.01 * (1 + 5 * drafts))},
+    "drafts become dear and free": lambda: {f"{PLAN}.finish_step": _clocked(_changing_seconds())},
     "calls of steps": {"vllm.v1.engine.llm_engine.LLMEngine.step": recorders.count_calls},
     # grammars
     "grammars waited for": GRAMMARS_COMPILED,
