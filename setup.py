@@ -58,7 +58,6 @@ EXTRAS = {
         "mypy>=1.15",
         "nbclient>=0.10",  # runs docs/notebook
         "nbformat>=5.10",
-        "jupyter_client>=8.6",
         "ipykernel>=6.29",
         "build>=1.2",
         "twine>=6",

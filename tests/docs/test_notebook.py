@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import nbformat
 import pytest
-from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
-from jupyter_client.manager import AsyncKernelManager
-from nbclient import NotebookClient
+from nbclient import execute
 
 FILE = Path(__file__).parents[2] / "docs" / "notebook" / "circuits.ipynb"
 LINK = re.compile(r"\]\(([^)\s]+)")
-
-
-class ThisInterpreter(KernelSpecManager):
-    """The kernel python3 is the interpreter of the tests."""
-
-    def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
-        command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-        return KernelSpec(argv=command, display_name=kernel_name, language="python")
 
 
 def test_notebook_is_stored_without_outputs_and_its_links_resolve() -> None:
@@ -40,9 +29,7 @@ def test_notebook_runs_and_its_claims_hold(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     notebook = nbformat.read(FILE, as_version=4)
     notebook.cells.append(nbformat.v4.new_code_cell("assert torch.get_num_threads() == 1"))
-    manager = AsyncKernelManager(kernel_name="python3", kernel_spec_manager=ThisInterpreter())
-    resources = {"metadata": {"path": str(FILE.parent)}}
-    NotebookClient(notebook, km=manager, timeout=170, resources=resources).execute()
+    execute(notebook, cwd=str(FILE.parent), kernel_name="python3", timeout=170)
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     printed = "".join(output["text"] for output in outputs if output.get("name") == "stdout")
     assert "sum over all 81 windows: 1.0000" in printed

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -22,8 +23,10 @@ import yaml
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.child_process import group
 from vllm_mtpc import demo
 from vllm_mtpc.engine import server
+from vllm_mtpc.errors import EngineFailed
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "docs" / "prometheus-rules.yml"
@@ -96,7 +99,7 @@ class Prometheus(server.Client):
         """How often the server has been scraped; 0 where Prometheus does not answer yet."""
         try:
             return sum(float(one["value"][1]) for one in self.ask("count_over_time(up[5m])"))
-        except (OSError, ValueError):
+        except (EngineFailed, ValueError):
             return 0.0
 
 
@@ -115,15 +118,11 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
         }
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
         command = ["prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
-        with (folder / "prometheus.log").open("w") as log:
-            process = subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], stdout=log, stderr=log)
-            try:
-                made = Prometheus(port)
-                load(client, lambda: made.scrapes() >= 6)
-                yield made
-            finally:
-                process.terminate()
-                process.wait(30)
+        command.append(f"--web.listen-address=127.0.0.1:{port}")
+        with group(command, folder / "prometheus.log", {**os.environ}):
+            made = Prometheus(port)
+            load(client, lambda: made.scrapes() >= 6)
+            yield made
 
 
 def load(client: server.Client, is_enough: Callable[[], bool]) -> None:
