@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import re
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +23,8 @@ from vllm_mtpc.batch.options import RegenerateOptions
 from vllm_mtpc.batch.prompts import collect
 from vllm_mtpc.batch.regenerate import regenerate
 from vllm_mtpc.cli import main
+from vllm_mtpc.engine import server
+from vllm_mtpc.engine.server import Client
 from vllm_mtpc.errors import UsageError
 
 CHAT = (
@@ -278,13 +281,27 @@ VLLM = {"dtype": "float32", "max_tokens": 12, "ignore_eos": True, "engine": ENGI
 
 
 @pytest.fixture(scope="module")
-def written(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[float, Path]:
-    """Whole runs of the engine at T = 0 and 1 over prompts of very different lengths, some without room."""
+def written(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[float, Path]]:
+    """Whole runs at T = 0 and 1 over prompts of very different lengths, some without room.
+
+    The server of the first run answers all runs of the module: they start it with the same words.
+    """
     folder, generator = tmp_path_factory.mktemp("written"), torch.Generator().manual_seed(5)
+    servers: dict[str, Client] = {}
     prompts = [torch.randint(256, (length,), generator=generator).tolist() for length in LENGTHS]
     data = write_lines(folder / "d.jsonl", *({"prompt_ids": prompt} for prompt in prompts))
     outs = {temperature: folder / f"{temperature}.jsonl" for temperature in (0.0, 1.0)}
-    return {t: regenerate(options(target, data, out, temperature=t, **VLLM)) for t, out in outs.items()}
+    with contextlib.ExitStack() as running, pytest.MonkeyPatch.context() as patch:
+
+        @contextlib.contextmanager
+        def run_once(words: list[str], log: Path) -> Iterator[Client]:
+            if str(words) not in servers:
+                servers[str(words)] = running.enter_context(server.run_server(words, log))
+            yield servers[str(words)]
+
+        patch.setattr(module, "run_server", run_once)
+        yield {t: regenerate(options(target, data, out, temperature=t, **VLLM)) for t, out in outs.items()}
+    assert len(servers) == 1
 
 
 @needs_vllm
@@ -315,8 +332,10 @@ def test_resumed_run_writes_the_same_responses(target, written, tmp_path):
     assert not (tmp_path / "out.jsonl.log").exists()
 
 
-@needs_vllm
-def test_failed_engine_names_the_cause_and_the_log(tmp_path, target):
+def test_failed_engine_names_the_cause_and_the_log(tmp_path, target, monkeypatch):
+    monkeypatch.setattr(module, "find_spec", lambda _: True)
+    fails = "import sys; sys.exit(f'vllm serve: error: invalid choice: {sys.argv[sys.argv.index(\"--dtype\") + 1]}')"
+    monkeypatch.setattr(server, "PROGRAM", (sys.executable, "-c", fails))
     how = options(target, texts(tmp_path, 2), tmp_path / "out.jsonl", dtype="float33")
     with pytest.raises(UsageError, match=r"vLLM failed: .*float33.*its log is") as refused:
         regenerate(how)

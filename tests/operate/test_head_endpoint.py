@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,7 @@ from huggingface_hub import constants
 from starlette.middleware.cors import CORSMiddleware
 from starlette.testclient import TestClient
 
-from tests.support.hub import COMMIT, TOKEN, Hub, hub_server
+from tests.support.hub import COMMIT, Hub, hub_server
 from vllm_mtpc import demo
 from vllm_mtpc.engine import server
 from vllm_mtpc.proposers.config import engine_checks  # noqa: F401  vLLM's configuration before its entry points
@@ -24,7 +26,6 @@ from vllm_mtpc.proposers.patches.endpoint import PATH, HeadEndpoint
 
 KEY = "a-key"
 PROMPT = "def read(path):\n    "
-LENGTH = 200
 
 
 class Asking(server.Client):
@@ -35,7 +36,7 @@ class Asking(server.Client):
         return response.status_code, response.json()
 
     def answer(self, **more: Any) -> tuple[int, Any]:
-        body = {"model": "m", "prompt": PROMPT, "temperature": 0, "max_tokens": LENGTH, "ignore_eos": True, **more}
+        body = {"model": "m", "prompt": PROMPT, "temperature": 0, "max_tokens": 200, "ignore_eos": True, **more}
         return self.send("/v1/completions", body)
 
 
@@ -56,26 +57,23 @@ def plain(client: Asking) -> str:
 
 
 def test_heads_are_swapped_under_requests(client: Asking, plain: str) -> None:
-    texts: list[str] = []
     is_over = threading.Event()
 
-    def ask() -> None:
+    def ask(_: int) -> list[str]:
+        texts = []
         while not is_over.is_set():
             status, answer = client.answer()
             texts.append(answer["choices"][0]["text"] if status == 200 else f"status {status}")
+        return texts
 
-    threads = [threading.Thread(target=ask) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    try:
+    with ThreadPoolExecutor(3) as pool, contextlib.ExitStack() as stack:
+        asked = pool.map(ask, range(3))
+        stack.callback(is_over.set)
         for name in ("hmm", "cp", "ff", "btree", "hmm"):
             status, answer = client.send("/mtpc/head", {"path": str(demo.path(name))})
             assert (status, answer["circuit"]) == (200, name)
             assert answer["head"] == str(demo.path(name))
-    finally:
-        is_over.set()
-        for thread in threads:
-            thread.join()
+    texts = [text for answered in asked for text in answered]
     assert len(texts) >= 3 and set(texts) == {plain}
 
 
@@ -153,17 +151,9 @@ class Swaps:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub with a head and a target; the cache is empty."""
-    with hub_server() as made:
-        for name, value in {
-            "ENDPOINT": made.url,
-            "HUGGINGFACE_CO_URL_TEMPLATE": made.url + "/{repo_id}/resolve/{revision}/{filename}",
-            "HF_HUB_CACHE": str(tmp_path / "cache"),
-            "HF_HUB_OFFLINE": False,
-        }.items():
-            monkeypatch.setattr(constants, name, value)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    """A hub with a head and a target."""
+    with hub_server(tmp_path) as made:
         for repo, name in ((HEAD, "btree"), (TARGET, "target")):
             made.files[repo] = {file.name: file.read_bytes() for file in demo.path(name).iterdir() if file.is_file()}
         yield made

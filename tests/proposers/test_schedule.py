@@ -143,7 +143,6 @@ SHRINKING = [[1, 1, 7], [2, 2, 3], [3, 3, 1], [4, 8, 0]]
 OPTIONS: dict[str, dict[str, Any]] = {
     "off": {KEY: "off", "min_acceptance": 0},
     "shrinking": {KEY: SHRINKING, "min_acceptance": 0},
-    "plan": {KEY: None},  # by the costs on this machine: its number of drafts is not tested
     "never": {KEY: [[1, 8, 0]]},
     "pruned": {KEY: "off", "min_acceptance": 0.6},
 }

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+from huggingface_hub import constants
 
-from tests.support.hub import TOKEN, Hub, hub_server
+from tests.support.hub import Hub, hub_server
 from vllm_mtpc import demo
 from vllm_mtpc.cli import main
 from vllm_mtpc.publish import complete_card, published_files
@@ -23,8 +21,8 @@ HEAD_FILES = {"README.md", "config.json", "model.safetensors", "provenance.json"
 
 
 @pytest.fixture
-def hub() -> Iterator[Hub]:
-    with hub_server() as server:
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    with hub_server(tmp_path) as server:
         yield server
 
 
@@ -47,27 +45,19 @@ def head(tmp_path: Path) -> Path:
     return folder
 
 
-def push(hub: Hub, home: Path, *words: str | Path, token: str = TOKEN) -> subprocess.CompletedProcess[str]:
-    """The command as it is typed; the hub's client reads where the hub is when it is imported."""
-    ours = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": token}
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))} | ours
-    command = [sys.executable, "-m", "vllm_mtpc", "push", *map(str, words)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-
-
-def error_of(done: subprocess.CompletedProcess[str]) -> str:
+def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
     """The only error line of a command that failed."""
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("vllm-mtpc: error:")]
-    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert main(["push", *map(str, words)]) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("vllm-mtpc: error:")]
     return line
 
 
-def test_push_sends_head_files_as_one_commit(hub: Hub, head: Path, tmp_path: Path) -> None:
+def test_push_sends_head_files_as_one_commit(hub: Hub, head: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (head / "README.md").read_text().replace("license: apache-2.0\n", "language: code\n")
     (head / "README.md").write_text(text)
     hub.cards[TARGET] = "---\nlicense: other\nlicense_name: theirs\n---\n# Target\n"
-    done = push(hub, tmp_path / "home", head, "me/head", "--private")
-    assert done.returncode == 0, done.stderr
+    assert main(["push", str(head), "me/head", "--private"]) == 0
+    printed = capsys.readouterr().out
     assert hub.created["me/head"]["visibility"] == "private"
     (sent,) = hub.commits
     assert sent.keys() == HEAD_FILES
@@ -78,8 +68,8 @@ def test_push_sends_head_files_as_one_commit(hub: Hub, head: Path, tmp_path: Pat
     assert (found["base_model"], found["language"]) == (TARGET, "code")
     assert sent["README.md"].decode().partition("\n# ")[2] == text.partition("\n# ")[2]
     assert (head / "README.md").read_text() == text
-    assert f"{len(sent['model.safetensors']):,}  model.safetensors" in done.stdout and "license: other" in done.stdout
-    assert f"{hub.url}/me/head/commit/" in done.stdout and "vllm serve me/head" in done.stdout
+    assert f"{len(sent['model.safetensors']):,}  model.safetensors" in printed and "license: other" in printed
+    assert f"{hub.url}/me/head/commit/" in printed and "vllm serve me/head" in printed
 
 
 @pytest.mark.parametrize(
@@ -91,30 +81,30 @@ def test_push_sends_head_files_as_one_commit(hub: Hub, head: Path, tmp_path: Pat
         ("/api/models/me/head/preupload", 404),
     ],
 )
-def test_push_prints_one_line_for_hub_errors(hub: Hub, head: Path, tmp_path: Path, place: str, status: int) -> None:
+def test_push_prints_one_line_for_hub_errors(
+    hub: Hub, head: Path, capsys: pytest.CaptureFixture[str], place: str, status: int
+) -> None:
     hub.refuse[place] = status
-    error = error_of(push(hub, tmp_path / "home", head, "me/head"))
+    error = refused(capsys, head, "me/head")
     assert f"{status} " in error and "hf auth login" in error
     assert not hub.commits and any(place in one for one in hub.asked)
 
 
-def test_push_prints_one_line_without_token_or_connection(hub: Hub, head: Path, tmp_path: Path) -> None:
-    assert "hf auth login" in error_of(push(hub, tmp_path / "home", head, "me/head", token="")) and not hub.created
-    hub.url = "http://127.0.0.1:9"  # discard: nothing listens
-    assert f"me/head on {hub.url}: not uploaded" in error_of(push(hub, tmp_path / "home", head, "me/head"))
+def test_push_prints_one_line_without_token_or_connection(
+    hub: Hub, head: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.delenv("HF_TOKEN")
+        assert "hf auth login" in refused(capsys, head, "me/head") and not hub.created
+    monkeypatch.setattr(constants, "ENDPOINT", nothing := "http://127.0.0.1:9")  # discard: nothing listens
+    assert f"me/head on {nothing}: not uploaded" in refused(capsys, head, "me/head")
 
 
-def test_dry_run_sends_no_request(hub: Hub, head: Path, tmp_path: Path) -> None:
-    done = push(hub, tmp_path / "home", head, "me/head", "--dry-run", "--license", "mit", token="")
-    assert done.returncode == 0, done.stderr
-    assert "model.safetensors" in done.stdout and "license: mit" in done.stdout and "nothing was sent" in done.stdout
+def test_dry_run_sends_no_request(hub: Hub, head: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["push", str(head), "me/head", "--dry-run", "--license", "mit"]) == 0
+    printed = capsys.readouterr().out
+    assert "model.safetensors" in printed and "license: mit" in printed and "nothing was sent" in printed
     assert not hub.asked
-
-
-def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
-    assert main(["push", *map(str, words)]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    return line
 
 
 @pytest.mark.parametrize("name", ["me/head/more", "me/he ad", "me/" + "a" * 97, "../head"])

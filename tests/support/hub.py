@@ -10,6 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
 
 TOKEN = "hf_of_a_test"
 LARGE = (".safetensors", ".png")  # sent as LFS objects; everything else is in the commit itself
@@ -121,11 +125,23 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def hub_server() -> Iterator[Hub]:
+def hub_server(home: Path) -> Iterator[Hub]:
+    """Serve a hub that huggingface_hub takes for the hub in this process; the cache in `home` is empty."""
     hub = Hub()
     handler = type("HandlerOfOneHub", (Handler,), {"hub": hub})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         hub.url = f"http://127.0.0.1:{server.server_port}"
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield hub
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in {
+                "ENDPOINT": hub.url,
+                "HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}",
+                "HF_HUB_CACHE": str(home / "cache"),
+                "HF_TOKEN_PATH": str(home / "token"),
+                "HF_HUB_OFFLINE": False,
+                "HF_HUB_DISABLE_XET": True,
+            }.items():
+                patch.setattr(constants, name, value)
+            patch.setenv("HF_TOKEN", TOKEN)
+            yield hub
         server.shutdown()
