@@ -9,9 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+    apply_quantization_config,
+    preset_name_to_scheme,
+)
+from compressed_tensors.quantization.utils import calculate_qparams
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 
 from tests.support import features
 from tests.support.engine import DEMO, Call, ask, build, run_with_plain
@@ -53,61 +61,23 @@ def table() -> list[Any]:
     return rows
 
 
-SCHEME = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
-SCHEME |= {"observer": "minmax", "strategy": "channel"}
+def quantise(source: Path, folder: Path, scheme: QuantizationScheme, ignore: tuple[str, ...] = ("lm_head",)) -> None:
+    """As compressed-tensors does; the scale of a row or a group is that of its largest weight."""
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    apply_quantization_config(model, QuantizationConfig(config_groups={"group_0": scheme}, ignore=list(ignore)))
+    for module in model.modules():
+        if hasattr(module, "quantization_scheme"):
+            grouped = module.weight.unflatten(1, (-1, scheme.weights.group_size or module.in_features))
+            scale, _ = calculate_qparams(grouped.amin(2), grouped.amax(2), scheme.weights)
+            module.weight_scale.data.copy_(scale)
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(folder)
 
 
-def quantise(source: Path, folder: Path, lm_head: bool = False) -> None:
-    """As compressed-tensors writes it: int8 weights (a scale per output row), activations quantised token by token."""
-    tensors = {}
-    for name, weight in load_file(source / "model.safetensors").items():
-        if weight.dim() == 2 and (".layers." in name or (lm_head and name == "lm_head.weight")):
-            scale = weight.abs().amax(1, keepdim=True) / 127
-            tensors[name] = (weight / scale).round().to(torch.int8)
-            tensors[name.removesuffix("weight") + "weight_scale"] = scale
-        else:
-            tensors[name] = weight
-    group = {
-        "weights": SCHEME,
-        "input_activations": {**SCHEME, "dynamic": True, "strategy": "token", "observer": None},
-        "targets": ["Linear", "re:.*lm_head"] if lm_head else ["Linear"],
-    }
-    write_quantised(source, folder, tensors, "int-quantized", group, [] if lm_head else ["lm_head"])
-
-
-def quantise_weights(source: Path, folder: Path, group_size: int = 32) -> None:
-    """With weights of 4 bits, a scale per `group_size` inputs, eight to an int32."""
-    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-
-    tensors = {}
-    for name, weight in load_file(source / "model.safetensors").items():
-        if ".layers." in name and weight.dim() == 2:
-            grouped = weight.unflatten(1, (-1, group_size))
-            scale = grouped.abs().amax(2, keepdim=True) / 7
-            stem = name.removesuffix("weight")
-            tensors[stem + "weight_packed"] = pack_to_int32((grouped / scale).round().flatten(1).to(torch.int8), 4)
-            tensors[stem + "weight_scale"] = scale[..., 0].bfloat16()
-            tensors[stem + "weight_shape"] = torch.tensor(weight.shape)
-        else:
-            tensors[name] = weight
-    scheme = {**SCHEME, "num_bits": 4, "strategy": "group", "group_size": group_size}
-    write_quantised(source, folder, tensors, "pack-quantized", {"weights": scheme, "targets": ["Linear"]}, ["lm_head"])
-
-
-def write_quantised(
-    source: Path, folder: Path, tensors: dict[str, Tensor], layout: str, group: dict[str, Any], ignore: list[str]
-) -> None:
-    config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": layout,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ignore,
-    }
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+INT8 = preset_name_to_scheme("W8A8", ["Linear", "re:.*lm_head"])
+INT4 = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(num_bits=4, group_size=32))
 
 
 @pytest.fixture(scope="module")
@@ -116,11 +86,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = make_target(folder / "float" / "target", VOCAB, seed=3)
     make_head(folder / "float" / "mtpc", target, "btree", 4, 2)
     make_ptp_head(folder / "float" / "ptp", target, "o-ptp", 5, scale=0.01)
-    for bits, quantised in (("int8", quantise), ("int4", quantise_weights)):
-        quantised(folder / "float" / "target", folder / bits / "target")
+    for bits, scheme in (("int8", INT8), ("int4", INT4)):
+        quantise(folder / "float" / "target", folder / bits / "target", scheme)
         for head in ("mtpc", "ptp"):
             (folder / bits / head).symlink_to(folder / "float" / head)
-    quantise(folder / "float" / "target", folder / "int8 lm_head" / "target", lm_head=True)
+    quantise(folder / "float" / "target", folder / "int8 lm_head" / "target", INT8, ignore=())
     make_head(folder / "int8 lm_head" / "mtpc", target, "btree", 4, 2, head="shared", expander_rank=16)
     # an adapter of random matrices, loud enough to change the text
     (folder / "lora").mkdir()

@@ -24,7 +24,7 @@ from tests.support.engine import DEMO, Call, Engine, Reply, ask, build, run, run
 from tests.support.models import make_head, make_target
 from tests.support.requests import ALL_DRAFTS, EOS, ON, RUNNERS, SCHEMA
 
-STARTS = ("import os\n\n\ndef walk(path):\n    ", "import json\n\nconfig = ")
+START = "import os\n\n\ndef walk(path):\n    "
 WORD = {"type": "string"}
 TAGS = {"type": "array", "items": {**WORD, "maxLength": 6}, "maxItems": 3}
 FIELDS = {"mode": {"enum": ["read", "write", "append"]}, "count": {"type": "integer", "minimum": 0, "maximum": 999}}
@@ -43,11 +43,10 @@ MORE = 2.4  # tokens/step; measured: 3.73 in place of 1.48 at T=0; at T=1 4.11 i
 
 def calls() -> dict[str, Call]:
     """Next to structured requests one without a grammar, the first."""
-    asked = [(start, {"max_tokens": 64, "structured_outputs": grammar}) for start in STARTS for grammar in GRAMMARS]
-    asked = [(STARTS[0], {"max_tokens": 16}), *asked]
-    prompts = [list(start.encode()) for start, _ in asked]
-    greedy = [{"temperature": 0.0, **one} for _, one in asked]
-    drawn = [{"temperature": 1.0, "seed": seed, **one} for seed, (_, one) in enumerate(asked, start=-1)]
+    asked = [{"max_tokens": 16}, *({"max_tokens": 64, "structured_outputs": grammar} for grammar in GRAMMARS)]
+    prompts = [list(START.encode())] * len(asked)
+    greedy = [{"temperature": 0.0, **one} for one in asked]
+    drawn = [{"temperature": 1.0, "seed": seed, **one} for seed, one in enumerate(asked, start=-1)]
     del drawn[0]["seed"]
     return {"greedy": Call(prompts, greedy), "drawn": Call(prompts, drawn)}
 
@@ -82,7 +81,7 @@ def test_greedy_text_is_plain_vllms(outputs: dict[str, dict[str, Reply]]) -> Non
 @pytest.mark.feature("drafts masked with the grammar", "exact")
 def test_masked_drafts_are_allowed_by_the_grammar(outputs: dict[str, dict[str, Reply]]) -> None:
     drafts = [noted for reply in outputs["masked"].values() for noted in reply.recorded]
-    assert sum(len(drafted) for drafted, _ in drafts) > 500
+    assert sum(len(drafted) for drafted, _ in drafts) > 300
     assert all(drafted == valid or valid[-1:] == [EOS] for drafted, valid in drafts)  # V2 drafts past the end
     unmasked = [noted for reply in outputs["off"].values() for noted in reply.recorded]
     assert any(drafted != valid and valid[-1:] != [EOS] for drafted, valid in unmasked), (
@@ -116,12 +115,12 @@ def is_valid(text: str, finish: str | None, grammar: dict[str, object]) -> bool:
 @pytest.mark.parametrize("name", ["masked", "off"])
 def test_answers_are_valid(outputs: dict[str, dict[str, Reply]], name: str) -> None:
     for reply in outputs[name].values():
-        answers = zip(reply.texts[1:], reply.finish[1:], GRAMMARS * len(STARTS), strict=True)
+        answers = zip(reply.texts[1:], reply.finish[1:], GRAMMARS, strict=True)
         assert not [(text, grammar) for (text,), (end,), grammar in answers if not is_valid(text, end, grammar)]
 
 
 SLOW = pytest.mark.slow
-ENDS = [list(start.encode()) for start in (STARTS[0], "x = ", "for a in b")]
+ENDS = [list(start.encode()) for start in (START, "x = ", "for a in b")]
 SHORT = {"regex": "a?b?c?"}
 NONE = {"structured_outputs": {"regex": "abc"}, "allowed_token_ids": [ord("z")]}  # no token is allowed
 
@@ -162,7 +161,6 @@ LENGTH, PROMPT = 4, [0, 3]
 TEXTS = "(a[bc]|b[acd]|[de]a)[aef][abd]"  # allowed texts; most texts of the target are forbidden
 TAIL = "[a-f]{8}"  # longer than any answer, so that no answer reaches the grammar's end
 DRAWS = 20_000 if forks.ON_GPU else 2_000  # the smallest of the injected biases is 0.13; 2,000 draws allow 0.1
-KERNEL_DRAWS = 500  # the injected bias is 0.2; this many draws allow 0.1
 
 
 @pytest.fixture(scope="module")
@@ -219,49 +217,3 @@ def test_distribution_under_a_grammar(
     for name, (reply,) in run(engines, runner).items():
         assert is_distributed(draws_of(reply), distribution, VOCAB) == (name not in FAULTS), name
         assert reply.accepted > DRAWS / 10 or name in FAULTS
-
-
-P, Q = (0.5, 0.5, 0.0, 0.0), (0.4, 0.0, 0.3, 0.3)  # a target that has two tokens, drafts that are mostly the others
-
-
-def masked_tokens(count: int) -> dict[str, list[int]]:
-    """First tokens after token 0 at position 1 through vLLM's kernels of Model Runner V2, in a fork.
-
-    The grammar allows the tokens 0 and 1. Forbidden drafts are marked as this package does ("kept") and as vLLM 0.32
-    does ("cut").
-    """
-    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
-    from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
-
-    from vllm_mtpc.proposers.v2.verification import unmark_first
-
-    slots, drafts = torch.arange(count), 2
-    seeds = torch.randint(1 << 62, (count,), generator=torch.Generator().manual_seed(3))
-    temperature, cache = torch.ones(count), torch.zeros(count, drafts, len(Q))
-    rows = [torch.zeros(count, dtype=torch.long)]
-    for k in range(drafts):
-        options = {"apply_temperature": True, "is_drafting": True, "logits_cache_col": torch.tensor(k)}
-        q, at = torch.tensor(Q).log().expand(count, -1).contiguous(), torch.ones(count, dtype=torch.long) + k
-        rows.append(gumbel_sample(q, slots, temperature, seeds, at, logits_cache=cache, **options))
-    tokens, columns = torch.stack(rows, dim=1), torch.arange(drafts + 1)
-    is_out = (tokens >= 2).cumsum(1) > 0
-    # rows after the first forbidden draft are not masked: there, any token is as good as another
-    logits = torch.where(is_out[:, :, None], torch.zeros(len(P)), torch.tensor(P).log()).flatten(0, 1).contiguous()
-    starts = (torch.arange(count + 1) * (drafts + 1)).int()
-    places = ((1 + columns).repeat(count), slots, slots.repeat_interleave(drafts + 1), columns.repeat(count).int())
-    found = {}
-    for name, is_marked in {"kept": unmark_first(is_out.flatten()), "cut": is_out.flatten()}.items():
-        marked = tokens.flatten().masked_fill(is_marked, -1)
-        sampled, valid = rejection_sample(logits, cache, marked, starts, *places, temperature, seeds, drafts, None)
-        # the row of a draft is the one before it: forbidden drafts are never accepted
-        assert (sampled[columns < valid[:, None]] < 2).all()
-        found[name] = sampled[:, 0].tolist()
-    return found
-
-
-@V2
-@SLOW
-def test_forbidden_drafts_leave_the_residual_distribution_v2() -> None:
-    """Through vLLM's own kernels: it is kept if the first forbidden draft is verified, not as vLLM 0.32 marks it."""
-    for name, tokens in forks.call("v2", "tests.e2e.test_grammar:masked_tokens", KERNEL_DRAWS).items():
-        assert is_distributed([[token] for token in tokens], np.array(P), len(P)) == (name == "kept")

@@ -154,7 +154,6 @@ SLOW = pytest.mark.slow
     ("circuit", "runner", "paths", "options"),
     [
         ("btree", "v2", ("kernel",), {}),
-        pytest.param("btree", "v2 on triton", ("kernel",), {}, marks=SLOW),
         *(pytest.param(name, "v2", ("kernel", "blocks"), {}, marks=SLOW) for name in ("ff", "cp", "hmm", "btree")),
         # without a distribution of the drafts: every draft is the argmax, at any temperature
         pytest.param("btree", "v2", ("kernel", "blocks"), {"draft_sample_method": "greedy"}, marks=SLOW, id="greedy"),

@@ -22,8 +22,10 @@ PROMPTS = [[3, 9, 4], [7, 7, 1, 12, 5, 2], [8]]
 TENSOR, PIPELINE = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 
 
-def make_models(folder: Path) -> None:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two targets with heads; "large": unembeddings of a size that is divided over ranks, unevenly."""
+    folder = tmp_path_factory.mktemp("parallel")
     target = make_target(folder / "small" / "target", vocab_size=32, seed=3)
     make_head(folder / "small" / "mtpc", target, "btree", window=5, components=3)
     make_ptp_head(folder / "small" / "ptp", target, "o-ptp", window=4)
@@ -35,12 +37,6 @@ def make_models(folder: Path) -> None:
     init_from_lm_head(head, target.lm_head.weight.detach(), seed=0)
     assert head.leaf_weight.numel() * torch.bfloat16.itemsize >= SHARD_BYTES["cpu"]
     save_head(folder / "large" / "mtpc", config, head, {"command": "tests"}, "made by a test", torch.float32)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("parallel")
-    make_models(folder)
     return folder
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -16,7 +14,7 @@ import openai
 import psutil
 import pytest
 
-from benchmarks.child_process import tail
+from benchmarks.ray_demo import wait
 from tests.support import forks
 from tests.support.engine import DEMO, TWO_RANKS, ask, build, run
 from tests.support.requests import COLUMNS, HEADS, SCHEMA, SPEC
@@ -92,18 +90,8 @@ def test_chat_streams_and_tool_calls_equal_plain(runner: str, method: str, tmp_p
     assert plain.texts == [[text]]
 
 
-def wait(what: str, log: Path, is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < deadline, f"{what}: not within {PATIENCE_S:.0f} s; the log ends with\n{tail(log)}"
-        time.sleep(0.2)
-
-
-def has_ended(process: psutil.Process) -> bool:
-    try:
-        return process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    except psutil.NoSuchProcess:
-        return True
+def running() -> set[psutil.Process]:
+    return {one for one in psutil.process_iter(["status"]) if one.info["status"] != psutil.STATUS_ZOMBIE}
 
 
 @pytest.mark.slow
@@ -117,10 +105,10 @@ def test_killed_process_fails_requests_and_ends_the_server(ranks: int, victim: s
         below = server.children(recursive=True)
         (process,) = [child for child in below if victim in "".join(child.cmdline())]
         asked = [pool.submit(client.complete, {"model": client.model(), **long}) for _ in range(2)]
-        wait("drafts", log, lambda: client.acceptance().drafts > 20)
+        wait(lambda: client.acceptance().drafts > 20, PATIENCE_S, log=log)
         process.kill()
         for future in asked:
             with pytest.raises(EngineFailed):
                 future.result(timeout=PATIENCE_S)
-        wait("the server's end", log, lambda: all(map(has_ended, (server, *below))))
+        wait(lambda: not {server, *below} & running(), PATIENCE_S, log=log)
     assert "EngineDeadError" in log.read_text(errors="replace")

@@ -54,12 +54,11 @@ def scored(asked: Case, got: Drafts) -> Tensor:
 
 def noised(asked: Case, log_q: Tensor) -> Tensor:
     """log q [B, K, V] with the noise of the case's requests; padded rows and those without draws have none."""
-    from tests.support.draft_noise import noised
-
     at = asked.slots.clamp(min=0)
     temperature = asked.temperature[at].masked_fill((asked.slots < 0) | (not asked.draw), 0.0)
     columns = enumerate(log_q.unbind(1))
-    return torch.stack([noised(part, asked.seeds[at], asked.pos + k, temperature) for k, part in columns], dim=1)
+    seeds = asked.seeds[at]
+    return torch.stack([draft_cases.noised(part, seeds, asked.pos + k, temperature) for k, part in columns], dim=1)
 
 
 @ALL

@@ -40,16 +40,12 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def profile_all(settings: dict[str, Setting]) -> dict[str, Any]:
     """In a fork: (rows, drafts) of every product of the profile run, by setting."""
-    return {name: profile(setting) for name, setting in settings.items()}
-
-
-def profile(setting: Setting) -> list[tuple[int, int]]:
-    with (
-        speculator(setting) as made,
-        mock.patch.object(made.model, "draft_params", wraps=made.model.draft_params) as calls,
-    ):
-        made.propose(**batch(made, BATCH), dummy_run=True, is_profile=True)
-    return [(len(call.args[0]), call.args[2]) for call in calls.call_args_list]
+    found = {}
+    for name, setting in settings.items():
+        with speculator(setting) as made, mock.patch.object(made.model, "draft_params", wraps=made.model.draft_params):
+            made.propose(**batch(made, BATCH), dummy_run=True, is_profile=True)
+            found[name] = [(len(call.args[0]), call.args[2]) for call in made.model.draft_params.call_args_list]
+    return found
 
 
 @pytest.fixture(scope="module")

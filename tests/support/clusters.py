@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import fsspec
 
@@ -25,26 +25,19 @@ FAKE = [sys.executable, str(Path(__file__).parent / "fake_server.py")]
 def cluster(count: int = 1, cpus: float = 2, gpus: float = 0, **environment: str) -> Iterator[Nodes]:
     """`count` nodes with so many CPUs and GPUs each; this process is a driver on the first one.
 
-    They have a folder of their own, so that tests do not find each other's. environment: of all their processes.
+    They have a folder of their own (a short path: sockets lie in it), so that tests do not find each other's.
+    environment: of all their processes.
     """
     import ray
 
-    folder = tempfile.mkdtemp(prefix="mtpc-ray-")  # short: sockets lie in it
-    environment |= {**PATIENCE, "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
-    before = {name: os.environ.get(name) for name in environment}
-    os.environ |= environment
-    nodes = None
-    try:
-        nodes = Nodes(count, num_cpus=cpus, num_gpus=gpus)
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mtpc-ray-", ignore_cleanup_errors=True))
+        environment |= {**PATIENCE, "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
+        stack.enter_context(mock.patch.dict(os.environ, environment))
+        nodes = stack.enter_context(contextlib.closing(Nodes(count, num_cpus=cpus, num_gpus=gpus)))
+        stack.callback(ray.shutdown)
         ray.init(address=nodes.address, log_to_driver=False)
         yield nodes
-    finally:
-        ray.shutdown()
-        if nodes is not None:
-            nodes.close()
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from tests.support import recipe
@@ -13,6 +15,8 @@ from vllm_mtpc.circuits import get_circuit
 from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.filter import Program
 from vllm_mtpc.kernels.shard import Shard
+from vllm_mtpc.kernels.uniform import naive
+from vllm_mtpc.kernels.uniform.kernel import uniform_kernel
 
 INF = float("inf")
 POISON = 2**62
@@ -168,6 +172,29 @@ TOKEN_CASES: dict[str, Case] = {
 CASES |= TOKEN_CASES
 
 
+@triton.jit
+def noised_argmax(logits, keys, mask, seed, pos, temp, IS_DRAFTING: tl.constexpr, USE_FP64: tl.constexpr):
+    """Made like vLLM's, by (seed, position, token), with its signature; a stream is in the position."""
+    tl.static_assert(not IS_DRAFTING)
+    if USE_FP64:
+        logits = logits.to(tl.float64)
+    if temp != 0.0:
+        u = uniform_kernel(seed * 100003 + keys.to(tl.int64), (keys * 0).to(tl.int64) + pos) + 2.9802322387695312e-08
+        noise = -tl.log(-tl.log(u))
+        logits = tl.where(mask, logits / temp + noise, float("-inf"))
+    return tl.max(logits, axis=0, return_indices=True)
+
+
+def noised(log_q: Tensor, seeds: Tensor, pos: Tensor, temperature: Tensor) -> Tensor:
+    """Noised values [B, V] for seeds, positions and temperatures [B]."""
+    batch, vocab_size = log_q.shape
+    keys = seeds[:, None] * 100003 + torch.arange(vocab_size)
+    u = naive.uniform(keys.flatten(), pos.repeat_interleave(vocab_size)).view(batch, vocab_size) + 2.0**-25
+    is_greedy = (temperature == 0)[:, None]
+    scaled = log_q / torch.where(is_greedy, 1.0, temperature[:, None])
+    return torch.where(is_greedy, log_q, scaled - (-u.log()).log())
+
+
 @dataclass
 class Drafts:
     tokens: Tensor  # [B, K]
@@ -181,7 +208,6 @@ def draft_all(cases: dict[str, Case], device: str) -> dict[str, Drafts]:
 
 
 def _draft(case: Case, device: str) -> Drafts:
-    from tests.support.draft_noise import noised_argmax
     from vllm_mtpc.kernels.draft.kernel import Drafter
 
     batch, num_drafts, r, vocab_size = case.params[1].shape

@@ -32,8 +32,7 @@ INTERPRETER = os.pathsep.join(filter(None, [str(ROOT / "scripts" / "interpreter"
 # Variables that vLLM and Triton read while they are imported; a call's own are set in its fork.
 V2 = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": str(INTERPRETER)}
 ENVIRONMENTS = {"v1": {}, "v2": V2}
-# Variables of forks of "v2": kernels in Triton's own interpreter; all instances of a launch at once, for many requests
-INTERPRETERS = {"v2 on triton": {"MTPC_INTERPRETER": "triton"}, "v2 at once": {"MTPC_INTERPRETER": "lanes"}}
+INTERPRETERS = {"v2 at once": {"MTPC_INTERPRETER": "lanes"}}  # of forks of "v2": for many requests
 # MTPC_TEST_GPU=1: on a GPU, nothing interpreted. What has imported vLLM may have touched the GPU, which a fork must not
 # inherit: each imports it again. Attention on float32, Triton's, would multiply in TF32, whose errors of 1e-3 turn a
 # greedy token now and then, as a drafted token is verified by other launches than a plain one.
