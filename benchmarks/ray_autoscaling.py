@@ -49,7 +49,8 @@ class Load:
             how = {"max_tokens": soak.LONGEST, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
             body = {"model": TARGET, "prompt": self.asked[index], **how}
             try:
-                status, text = self.client.post("/v1/completions", json.dumps(body).encode())
+                answer = self.client.send("/v1/completions", body)
+                status, text = answer.status_code, answer.text
             except EngineFailed as error:
                 status, text = 0, str(error)
             self.ended.append(time.monotonic())

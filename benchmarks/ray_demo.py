@@ -70,7 +70,7 @@ def app(nodes: Nodes, log: Path) -> Iterator[Client]:
 
 def is_healthy(client: Client) -> bool:
     try:
-        return client.get("/health")[0] == 200
+        return client.send("/health", timeout_s=5).status_code == 200
     except EngineFailed:
         return False
 
@@ -95,7 +95,7 @@ def serve_and_kill(nodes: Nodes, asked: list, wanted: list, rounds: int, clients
     killed: list[float] = []
 
     with app(nodes, log) as client:
-        name = client.model()
+        name = client.model_card()["id"]
 
         def one(number: int) -> None:
             index = number % len(asked)

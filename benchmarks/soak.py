@@ -157,7 +157,7 @@ class Clients:
         _, good = self.body(chance, temperature=0)
         bad = chance.choice(
             [
-                b'{"model": "cut of',
+                "no object",
                 {**good, "prompt": [1] * 5000},
                 {**good, "max_tokens": -1},
                 {**good, "temperature": "hot"},
@@ -168,10 +168,10 @@ class Clients:
                 {"model": self.model},
             ]
         )
-        status, text = self.client.post("/v1/completions", bad if isinstance(bad, bytes) else json.dumps(bad).encode())
-        if 400 <= status < 500 and "message" in text:
+        answer = self.client.send("/v1/completions", bad, timeout_s=120)
+        if 400 <= answer.status_code < 500 and "message" in answer.text:
             return None
-        return f"status {status} for {str(bad)[:80]}: {text[:200]}"
+        return f"status {answer.status_code} for {str(bad)[:80]}: {answer.text[:200]}"
 
     def act(self, chance: random.Random, tally: Tally) -> None:
         kind = chance.choices(list(KINDS), list(KINDS.values()))[0]
@@ -184,8 +184,9 @@ class Clients:
     def swap(self, head: str, tally: Tally) -> None:
         """Has the server draft with another head from now on."""
         try:
-            status, text = self.client.post("/mtpc/head", json.dumps({"path": str(Path(head).resolve())}).encode())
-            fault = None if status == 200 else f"status {status} for {head}: {text[:200]}"
+            answer = self.client.send("/mtpc/head", {"path": str(Path(head).resolve())}, timeout_s=120)
+            is_done = answer.status_code == 200
+            fault = None if is_done else f"status {answer.status_code} for {head}: {answer.text[:200]}"
         except EngineFailed as error:
             fault = f"{type(error).__name__}: {error}"
         tally.note("swap", fault)
@@ -241,7 +242,7 @@ def soak(
 def metrics(client: server.Client) -> Counter[str]:
     """The server's metrics by name, summed over engines."""
     found: Counter[str] = Counter()
-    for family in text_string_to_metric_families(client.get("/metrics")[1]):
+    for family in text_string_to_metric_families(client.send("/metrics", timeout_s=5).text):
         for sample in family.samples:
             found[sample.name] += sample.value
     return found
@@ -249,7 +250,7 @@ def metrics(client: server.Client) -> Counter[str]:
 
 def aftermath(client: server.Client, patience_s: float = 30.0) -> Iterator[str]:
     """Return the faults of an idle server."""
-    if client.get("/health")[0] != 200:
+    if client.send("/health", timeout_s=5).status_code != 200:
         yield "the server is not healthy"
         return
     deadline = time.monotonic() + patience_s
@@ -308,7 +309,7 @@ def run(args: argparse.Namespace) -> int:
         around = environment(args.runner) | ({"MTPC_ALLOW_HEAD_SWAP": "1"} if args.swap else {})
         with server.run_server(words, Path(logs) / "server.log", around) as client:
             most = config.num_speculative_tokens if config else 0
-            clients = Clients(client, client.model(), asked, wanted, most)
+            clients = Clients(client, client.model_card()["id"], asked, wanted, most)
             soak(clients, args.clients, 60 * args.minutes, args.seed, tally, args.swap)
             faults = [*tally.faults, *aftermath(client)]
             seen, accepted = metrics(client), client.acceptance()

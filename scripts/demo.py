@@ -32,7 +32,7 @@ def answer_prompt(log: Path, on_gpu: bool) -> None:
     print(f"vllm serve {' '.join(words)}", flush=True)
     (prompt,) = prompts.held_out(1)
     with run_server(words, log) as client:
-        body = {"model": client.model(), "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
+        body = {"model": client.model_card()["id"], "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
         (tokens,) = client.complete(body)
     print(f"\n{prompt}|{AutoTokenizer.from_pretrained(demo.path('target')).decode(tokens)}\n", flush=True)
 

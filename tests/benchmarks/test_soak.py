@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 from benchmarks import soak
@@ -33,8 +34,8 @@ class FakeServer:
         tokens = REFERENCE[ASKED.index(body["prompt"])][: body["max_tokens"]] * body.get("n", 1)
         return [self.wrong.get("tokens", lambda tokens: tokens)(tokens)]
 
-    def post(self, path: str, body: bytes) -> tuple[int, str]:
-        return self.wrong.get("status", 400), json.dumps({"error": {"message": "no"}})
+    def send(self, path: str, body: Any, timeout_s: float) -> httpx.Response:
+        return httpx.Response(self.wrong.get("status", 400), json={"error": {"message": "no"}})
 
 
 @pytest.mark.parametrize(
@@ -76,8 +77,8 @@ def test_growing_memory_is_found() -> None:
     ],
 )
 def test_stuck_request_or_block_is_found(metrics: str, fault: str | None) -> None:
-    pages = {"/health": (200 if metrics else 503, ""), "/metrics": (200, metrics + "\n")}
-    found = list(soak.aftermath(SimpleNamespace(get=pages.get), patience_s=0))
+    pages = {"/health": httpx.Response(200 if metrics else 503), "/metrics": httpx.Response(200, text=metrics + "\n")}
+    found = list(soak.aftermath(SimpleNamespace(send=lambda path, timeout_s: pages[path]), patience_s=0))
     assert found == [] if fault is None else len(found) == 1 and fault in found[0]
 
 

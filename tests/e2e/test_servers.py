@@ -46,9 +46,9 @@ def test_both_engines_draft_and_text_is_plain_vllms(runner: str, method: str, tm
     words, call = ["--data-parallel-size", "2", "--api-server-count", "1"], ask(PROMPTS, 48)
     with serve(tmp_path, runner, method, *words, **TWO_RANKS) as client, ThreadPoolExecutor(len(PROMPTS)) as pool:
         asked = zip(PROMPTS, call.sampling, strict=True)
-        bodies = [{"model": client.model(), "prompt": prompt, **sampling} for prompt, sampling in asked]
+        bodies = [{"model": client.model_card()["id"], "prompt": prompt, **sampling} for prompt, sampling in asked]
         outputs = list(pool.map(client.complete, bodies))
-        metrics = client.get("/metrics", timeout_s=30)[1]
+        metrics = client.send("/metrics", timeout_s=30).text
     (plain,) = run({"plain": build(DEMO, None, [call], max_model_len=256)}, runner)["plain"]
     assert outputs == plain.tokens
     accepted = dict(re.findall(r'^vllm:spec_decode_num_accepted_tokens_total\{engine="(\d)".*\} (\S+)$', metrics, re.M))
@@ -104,7 +104,7 @@ def test_killed_process_fails_requests_and_ends_the_server(ranks: int, victim: s
         server = psutil.Process(client.process)
         below = server.children(recursive=True)
         (process,) = [child for child in below if victim in "".join(child.cmdline())]
-        asked = [pool.submit(client.complete, {"model": client.model(), **long}) for _ in range(2)]
+        asked = [pool.submit(client.complete, {"model": client.model_card()["id"], **long}) for _ in range(2)]
         wait(lambda: client.acceptance().drafts > 20, PATIENCE_S, log=log)
         process.kill()
         for future in asked:

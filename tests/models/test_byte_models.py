@@ -176,8 +176,7 @@ def test_chat_over_http(tmp_path: Path, name: str) -> None:
     command += ["--speculative-config", json.dumps({"method": "mtpc", "model": str(tmp_path / "head")})]
     body = {"model": "m", "messages": MESSAGES, "temperature": 0, "max_tokens": COUNT, "ignore_eos": True}
     with run_server(command, tmp_path / "log") as client:
-        _, text = client.post("/v1/chat/completions", json.dumps(body | {"return_token_ids": True}).encode())
-    answer = json.loads(text)
+        answer = client.send("/v1/chat/completions", body | {"return_token_ids": True}).json()
     prompt = answer["prompt_token_ids"]
     assert answer["choices"][0]["token_ids"] == model.reference.greedy(prompt, COUNT)
     if name == "byte_llama":  # at the end: assistant, end of header, two line breaks in one token

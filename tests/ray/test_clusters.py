@@ -75,7 +75,7 @@ def test_serve_run_requires_its_key_and_returns_greedy_text_of_plain_vllm(root: 
         start = [str(BIN / "serve"), "start", "--proxy-location", "HeadOnly", "--http-port", str(port)]
         subprocess.run([*start, "--http-host", "127.0.0.1"], env=environment, check=True, capture_output=True)
         with group([*typed(root), f"env={json.dumps(ENVIRONMENT)}", *PAIRS], log, environment) as process:
-            client = Client(port)
+            client = Client(port, timeout_s=120)
             wait(lambda: is_healthy(client) and "is ready at" in log.read_text(), 600, process, log)
             for key in (None, "sesame", "Bearer sesamex", "Bearer", "Basic sesame"):
                 for path, body in (("/v1/models", None), ("/v1/completions", bodies[0])):

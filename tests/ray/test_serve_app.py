@@ -55,8 +55,8 @@ def test_responses_and_errors_are_those_of_the_server(client):
     assert (status, body["choices"], body["token"]) == (200, [{"text": "cba"}], None)
     status, body = ask(client, "refuse")
     assert (status, body["error"]["message"]) == (400, "no such thing")
-    assert client.get("/health")[0] == 200
-    assert client.get("/nothing")[0] == 404
+    assert client.send("/health").status_code == 200
+    assert client.send("/nothing").status_code == 404
 
 
 def test_headers_are_forwarded_both_ways(client):
@@ -125,9 +125,9 @@ def test_metrics_are_those_of_all_replicas(client):
 
 def counts(client: Client) -> dict[str, float]:
     """Requests by replica, as the app's page has them."""
-    status, page = client.get("/metrics", timeout_s=30)
-    assert status == 200
-    found = [one for family in text_string_to_metric_families(page) for one in family.samples]
+    answer = client.send("/metrics", timeout_s=30)
+    assert answer.status_code == 200
+    found = [one for family in text_string_to_metric_families(answer.text) for one in family.samples]
     return {one.labels["replica"]: one.value for one in found if one.name == "fake:asked_total"}
 
 

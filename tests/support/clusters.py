@@ -49,13 +49,13 @@ def serving(build: Callable[[], Any], cpus: float) -> Iterator[Client]:
     with cluster(cpus=cpus):
         serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
         serve.run(build(), route_prefix="/")
-        yield Client(port)
+        yield Client(port, timeout_s=120)
         serve.shutdown()
 
 
 def ask(client: Client, prompt: str, **more) -> tuple[int, dict]:
-    status, text = client.post("/v1/completions", json.dumps({"prompt": prompt, **more}).encode())
-    return status, json.loads(text)
+    answer = client.send("/v1/completions", {"prompt": prompt, **more})
+    return answer.status_code, answer.json()
 
 
 def write_prompts(path: Any, prompts: dict[str, str], store: Any = LOCAL) -> None:

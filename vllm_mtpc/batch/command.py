@@ -71,8 +71,6 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"the engine does not start: {error.reason}") from None
     seconds, accepted = time.monotonic() - started, sum(engines.values(), Acceptance())
     steps = f", {accepted.tokens_per_step:.2f} tokens/step" if accepted.steps or accepted.drafts else ""
-    if pruned := accepted.pruned_line():
-        steps += f" ({pruned})"
     print(
         f"{total['lines']:,} lines answered, {total['errors']:,} of them with an error; {total['tokens']:,} tokens in "
         f"{seconds:.0f} s with the start of engines: {total['tokens'] / max(seconds, 1e-9):,.0f} tokens/s{steps}; "

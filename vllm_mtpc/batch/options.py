@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, Json, field_validator
+from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_mtpc.engine.options import EngineOptions, parse_mapping
+from vllm_mtpc.engine.options import EngineOptions, JsonDict
 
 
 class BatchOptions(EngineOptions):
@@ -15,13 +15,11 @@ class BatchOptions(EngineOptions):
 
     input: str = Field(min_length=1, description="file, glob or folder of .jsonl, .gz too; s3://, gs:// as fsspec has")
     output: str = Field(min_length=1, description="folder of the answers, or s3://; one that is there is gone on with")
-    body: dict[str, Any] = Field({}, description="keys of every request that lacks them, JSON: max_tokens, ...")
+    body: JsonDict = Field({}, description="keys of every request that lacks them, JSON: max_tokens, ...")
     in_flight: int = Field(256, ge=1, description="most requests at an engine")
     part_lines: int = Field(64, ge=1, description="answers that are written at once, and lost at most")
     ray: bool = Field(False, description="run on Ray, also with one engine")
     address: str | None = Field(None, description="of the Ray cluster; default: the one of this machine, or a new one")
-
-    _body_from_json = field_validator("body", mode="before")(parse_mapping)
 
     @property
     def is_on_ray(self) -> bool:
@@ -59,7 +57,7 @@ class RegenerateOptions(BaseModel):
     split: str = Field("train", description="split of a datasets name")
     dtype: str = Field("auto", description="auto, float32, bfloat16 or float16")
     ignore_eos: bool = Field(False, description="write on after the end-of-text token")
-    engine: Json[dict[str, Any]] = Field({}, description='more of vllm.LLM, as {"tensor_parallel_size": 2}')
+    engine: JsonDict = Field({}, description='more of vllm.LLM, as {"tensor_parallel_size": 2}')
 
     def meta(self) -> dict[str, Any]:
         """Return the settings that determine the text: a file is continued with equal ones only."""

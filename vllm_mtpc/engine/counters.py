@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import astuple, dataclass
 from itertools import zip_longest
 from typing import Any
@@ -15,7 +13,6 @@ DEFINITIONS = (
     "acceptance per position: drafts accepted at position k, divided by all drafted steps (unconditional)."
 )
 _PREFIX = "vllm:spec_decode_"
-PRUNED_BY = ("schedule", "confidence", "budget", "request")
 
 
 @dataclass(frozen=True)
@@ -27,7 +24,6 @@ class Acceptance:
     accepted_tokens: int = 0
     accepted_per_position: tuple[int, ...] = ()
     steps: int = 0  # of single requests, all of them; 0 if not counted (other methods)
-    pruned: tuple[int, ...] = ()  # by PRUNED_BY
 
     @property
     def tokens_per_step(self) -> float:
@@ -42,24 +38,17 @@ class Acceptance:
     def per_position(self) -> tuple[float, ...]:
         return tuple(count / self.drafts for count in self.accepted_per_position) if self.drafts else ()
 
-    def pruned_line(self) -> str:
-        """Return e.g. "drafts pruned: schedule 12 %, confidence 30 %"; empty if not counted."""
-        room = max(1, self.draft_tokens + sum(self.pruned))
-        named = zip(PRUNED_BY, self.pruned, strict=False)
-        shares = ", ".join(f"{name} {100 * count / room:.0f} %" for name, count in named)
-        return f"drafts pruned: {shares}" if shares else ""
-
     def __add__(self, other: Acceptance) -> Acceptance:
-        return self._combine(other, operator.add)
+        return self._combine(other, 1)
 
     def __sub__(self, earlier: Acceptance) -> Acceptance:
-        return self._combine(earlier, operator.sub)
+        return self._combine(earlier, -1)
 
-    def _combine(self, other: Acceptance, operation: Callable[[int, int], int]) -> Acceptance:
+    def _combine(self, other: Acceptance, sign: int) -> Acceptance:
         def combine(mine: Any, its: Any) -> Any:
             if isinstance(mine, int):
-                return operation(mine, its)
-            return tuple(operation(*pair) for pair in zip_longest(mine, its, fillvalue=0))
+                return mine + sign * its
+            return tuple(a + sign * b for a, b in zip_longest(mine, its, fillvalue=0))
 
         return Acceptance(*map(combine, astuple(self), astuple(other)))
 
@@ -68,17 +57,13 @@ class Acceptance:
         """Read the text of a server's /metrics: counters since its start, summed over engines."""
         from prometheus_client.parser import text_string_to_metric_families
 
-        found: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by name and label
+        found, accepted = Counter[str](), Counter[int]()  # by name; accepted drafts by position
         for family in text_string_to_metric_families(metrics):
             for sample in family.samples if family.name.startswith(_PREFIX) else ():
-                label = sample.labels.get("position") or sample.labels.get("by") or ""
-                found[sample.name.removeprefix(_PREFIX).removesuffix("_total")][label] += int(sample.value)
-        accepted, pruned = found["num_accepted_tokens_per_pos"], found["drafts_pruned"]
-        return cls(
-            found["num_drafts"][""],
-            found["num_draft_tokens"][""],
-            found["num_accepted_tokens"][""],
-            tuple(accepted[position] for position in sorted(accepted, key=int)),
-            found["steps"][""],
-            tuple(pruned[by] for by in PRUNED_BY) if pruned else (),
-        )
+                name = sample.name.removeprefix(_PREFIX).removesuffix("_total")
+                found[name] += int(sample.value)
+                if name == "num_accepted_tokens_per_pos":
+                    accepted[int(sample.labels["position"])] += int(sample.value)
+        per_position = tuple(count for _, count in sorted(accepted.items()))
+        counts = found["num_drafts"], found["num_draft_tokens"], found["num_accepted_tokens"]
+        return cls(*counts, per_position, found["steps"])

@@ -7,9 +7,9 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from vllm_mtpc.errors import UsageError, first_line, validate
 
@@ -17,14 +17,14 @@ API_KEY = "VLLM_API_KEY"  # vLLM's own variable
 ON_CPU = {"enforce_eager": True, "kv_cache_memory_bytes": 256 << 20}  # of measured engines: several run at once
 
 
-def parse_mapping(value: Any) -> Any:
-    """Parse a mapping that may be JSON; a validator of pydantic."""
-    if not isinstance(value, str):
-        return value
+def _parse(value: Any) -> Any:
     try:
-        return json.loads(value)
+        return json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
         raise ValueError(f'not JSON ({error}); type it as \'{{"key": "value"}}\'') from None
+
+
+JsonDict = Annotated[dict[str, Any], BeforeValidator(_parse)]  # a mapping, or JSON of it
 
 
 class EngineOptions(BaseModel):
@@ -33,22 +33,22 @@ class EngineOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str = Field(min_length=1, description="the target: folder on every node, or hub name")
-    speculative_config: dict[str, Any] | None = Field(None, description="of `vllm serve`, JSON")
+    speculative_config: JsonDict | None = Field(None, description="of `vllm serve`, JSON")
     replicas: int = Field(1, ge=1, description="engines")
     cpus: float = Field(1, ge=0, description="CPUs that Ray reserves for an engine")
     gpus: float | None = Field(None, ge=0, description="GPUs of an engine; default: the product of its parallel sizes")
-    env: dict[str, str] = Field({}, description="environment of an engine, added to its node's, JSON")
+    env: Annotated[dict[str, str], BeforeValidator(_parse)] = Field(
+        {}, description="environment of an engine, added to its node's, JSON"
+    )
     start_timeout_s: float = Field(1800, gt=0, description="longest start of an engine")
     attempts: int = Field(3, ge=1, description="engines that receive a request, if each dies with it")
     engine: dict[str, Any] = Field({}, description="flags of `vllm serve`")
-
-    _from_json = field_validator("speculative_config", "env", mode="before")(parse_mapping)
 
     @property
     def command(self) -> list[str]:
         """Words after `vllm serve`."""
         drafts = {"speculative_config": self.speculative_config} if self.speculative_config else {}
-        return [self.model, *flags({**self.engine, **drafts})]
+        return serve_arguments({"model": self.model, **self.engine, **drafts})
 
     def num_gpus(self, has_gpus: bool) -> float:
         """Return the number of GPUs that Ray reserves for an engine."""

@@ -2,7 +2,7 @@
 
 `python -m vllm_mtpc.engine.process COMMAND ...` runs a command for a parent that may be killed, as a replica of Ray
 Serve can be. Its standard input is a pipe from the parent: when the pipe closes, the command's process group receives
-SIGTERM, and SIGKILL after GRACE_S. If this process itself is killed, Linux signals the command.
+SIGTERM, and SIGKILL after GRACE_S.
 
 Linux can signal `vllm serve` itself when its parent ends (PR_SET_PDEATHSIG), without this process. That is not enough:
 vLLM's engine core does not watch the front-end (0.32: both it and its worker ran 21 s after SIGKILL of the front-end),
@@ -69,21 +69,13 @@ def main(command: list[str]) -> int:
         time.sleep(GRACE_S)
         end_group(child.pid, signal.SIGKILL)
 
-    on_start = _end_with_parent if sys.platform == "linux" else None
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=on_start)
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     # no SIGKILL: the command may finish its requests (--shutdown-timeout) while the parent runs
     signal.signal(signal.SIGTERM, lambda *_: end_group(child.pid, signal.SIGTERM))
     threading.Thread(target=watch, daemon=True).start()
     code = child.wait()
     end_group(child.pid, signal.SIGKILL)  # an engine may outlive its front-end
     return code if code >= 0 else 128 - code
-
-
-def _end_with_parent() -> None:
-    import ctypes
-
-    PR_SET_PDEATHSIG = 1
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 if __name__ == "__main__":

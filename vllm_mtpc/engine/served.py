@@ -119,8 +119,7 @@ def measure(client: Client, setting: Setting, prompts: Sequence[Prompt]) -> Meas
         EngineFailed: the server did not answer all requests.
     """
     _complete(client, prompts[: setting.clients], setting.temperature, WARM_UP_TOKENS)
-    process = client.process or 0
-    used, before = cpu_seconds(process), client.acceptance()
+    used, before = cpu_seconds(client.process), client.acceptance()
     result = _bench_serve(client.url, setting, prompts)
     if result["completed"] < len(prompts):
         answered = f"{result['completed']} of {len(prompts)} requests"
@@ -133,7 +132,7 @@ def measure(client: Client, setting: Setting, prompts: Sequence[Prompt]) -> Meas
         client.acceptance() - before,
         round(1000 * median(result["ttfts"]), 3),
         round(1000 * median(tpots), 3),
-        cpu_seconds(process) - used,
+        cpu_seconds(client.process) - used,
     )
 
 

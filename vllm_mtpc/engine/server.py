@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import shutil
 import socket
@@ -37,7 +36,6 @@ HOST = "127.0.0.1"
 LOG_LINES = 25  # of the server's output in an error message
 HEALTH_TIMEOUT_S = 20.0
 ANSWER_TIMEOUT_S = 86400.0  # of a whole answer: all tokens of all prompts of a request
-JSON = {"Content-Type": "application/json"}
 # A connection for each blocking request: vLLM closes those that are idle, and a request must not meet that.
 CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 
@@ -59,48 +57,39 @@ class Client:
         port: local port of the server.
         timeout_s: longest wait for a part of an answer.
         path: Unix socket of the server, in place of the port.
-        process: id of the server's first process, where this process started it.
+
+    Attributes:
+        process: id of the server's first process, where this process started it, else 0.
     """
 
-    def __init__(
-        self, port: int = 0, timeout_s: float = 120.0, path: str | None = None, process: int | None = None
-    ) -> None:
-        self.port, self.timeout_s, self.process = port, timeout_s, process
+    process = 0
+
+    def __init__(self, port: int = 0, timeout_s: float = ANSWER_TIMEOUT_S, path: str | None = None) -> None:
+        self.port, self.timeout_s = port, timeout_s
         self.url = f"http://{HOST}:{port}" if path is None else "http://localhost"
         transport = httpx.HTTPTransport(uds=path, limits=CONNECTIONS, verify=False)
-        self._http = httpx.Client(transport=transport, trust_env=False, headers=JSON)
+        self._http = httpx.Client(transport=transport, trust_env=False)
 
-    def get(self, path: str, timeout_s: float = 5.0) -> tuple[int, str]:
-        """Return the status and the text of an answer. Raises EngineFailed if there is none."""
-        return self._send("GET", path, None, timeout_s)
-
-    def post(self, path: str, body: bytes, timeout_s: float | None = None) -> tuple[int, str]:
-        """Return the status and the text of an answer. Raises EngineFailed if there is none."""
-        return self._send("POST", path, body, timeout_s or self.timeout_s)
-
-    def _send(self, method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, str]:
+    def send(self, path: str, body: Any = None, timeout_s: float | None = None) -> httpx.Response:
+        """Return the answer to a GET, or to a POST of a JSON body. Raises EngineFailed if there is none."""
+        method = "GET" if body is None else "POST"
         try:
-            answer = self._http.request(method, self.url + path, content=body, timeout=timeout_s)
+            return self._http.request(method, self.url + path, json=body, timeout=timeout_s or self.timeout_s)
         except httpx.RequestError as error:
             raise EngineFailed(f"{method} {path} is not answered: {error!r}") from None
-        return answer.status_code, answer.text
 
     def is_healthy(self) -> bool:
         try:
-            return self.get("/health", HEALTH_TIMEOUT_S)[0] == 200
+            return self.send("/health", timeout_s=HEALTH_TIMEOUT_S).status_code == 200
         except EngineFailed:
             return False
 
     def acceptance(self) -> Acceptance:
-        return Acceptance.read(self.get("/metrics", ANSWER_TIMEOUT_S)[1])
-
-    def model(self) -> str:
-        """Return the name of the served model."""
-        return self.model_card()["id"]
+        return Acceptance.read(self.send("/metrics").text)
 
     def model_card(self) -> dict[str, Any]:
         """Return the served model, with its `id` and `max_model_len`."""
-        return json.loads(self.get("/v1/models", ANSWER_TIMEOUT_S)[1])["data"][0]
+        return self.send("/v1/models").json()["data"][0]
 
     def complete(self, body: dict[str, Any]) -> list[list[int]]:
         """Return the token ids of every choice of one `/v1/completions` request, see `choices`."""
@@ -112,11 +101,10 @@ class Client:
         Raises:
             EngineFailed: the server refuses the request or fails.
         """
-        asked = json.dumps({**body, "return_token_ids": True}).encode()
-        status, text = self.post("/v1/completions", asked, ANSWER_TIMEOUT_S)
-        if status != 200:
-            raise EngineFailed(f"POST /v1/completions returned {status}: {text[:500]}")
-        return json.loads(text)["choices"]
+        answer = self.send("/v1/completions", {**body, "return_token_ids": True})
+        if answer.status_code != 200:
+            raise EngineFailed(f"POST /v1/completions returned {answer.status_code}: {answer.text[:500]}")
+        return answer.json()["choices"]
 
 
 class VllmServer:
@@ -132,7 +120,6 @@ class VllmServer:
         port: local port to listen on; None: a Unix socket.
     """
 
-    client: Client  # from the start on
     _process: subprocess.Popen[str]
     _reader: threading.Thread
     _session: aiohttp.ClientSession | None = None
@@ -146,7 +133,8 @@ class VllmServer:
         port: int | None = None,
     ) -> None:
         self._folder = tempfile.mkdtemp(prefix="vllm_mtpc-")  # short: a socket's path has at most 107 characters
-        self._port, self._path = port, str(Path(self._folder, "http")) if port is None else None
+        self._path = str(Path(self._folder, "http")) if port is None else None
+        self.client = Client(port or 0, path=self._path)
         where = ["--host", HOST, "--port", str(port)] if self._path is None else ["--uds", self._path]
         self._command = [sys.executable, "-m", "vllm_mtpc.engine.process", *program, *arguments, *where]
         self._environment = {**os.environ, **(environment or {})}
@@ -170,7 +158,7 @@ class VllmServer:
         )
         self._reader = threading.Thread(target=self._read_output, daemon=True)
         self._reader.start()
-        self.client = Client(self._port or 0, path=self._path, process=self._process.pid)
+        self.client.process = self._process.pid
         deadline = time.monotonic() + timeout_s
         try:
             while not self.client.is_healthy():

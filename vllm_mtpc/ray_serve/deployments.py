@@ -217,8 +217,10 @@ def with_replicas(texts: Mapping[str, str]) -> bytes:
 
 
 def _scale(options: ServeOptions) -> dict[str, Any]:
-    """Return Serve's options for the number of replicas. Raises UsageError for keys that Serve does not have."""
+    """Return Serve's options for the number of replicas. Raises UsageError for what Serve refuses."""
     if options.max_replicas is None:
+        if options.autoscaling:
+            raise UsageError("autoscaling is given, but it is off; name max_replicas, or leave it out")
         return {"num_replicas": options.replicas}
     named = options.model_dump(include={"min_replicas", "max_replicas", "target_ongoing_requests"})
     config = {**options.autoscaling, **named, "initial_replicas": max(options.replicas, options.min_replicas)}

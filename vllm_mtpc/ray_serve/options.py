@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field
 
-from vllm_mtpc.engine.options import API_KEY, EngineOptions, parse_mapping, validated
+from vllm_mtpc.engine.options import API_KEY, EngineOptions, JsonDict, validated
 from vllm_mtpc.errors import UsageError
 
 OURS = {"host": "type: serve start --http-host X", "port": "type: serve start --http-port X", "uds": ""}
@@ -21,29 +21,10 @@ class ServeOptions(EngineOptions):
     min_replicas: int = Field(1, ge=0, description="minimum number of engines (autoscaling)")
     max_replicas: int | None = Field(None, ge=1, description="maximum number of engines; enables autoscaling")
     target_ongoing_requests: int = Field(16, ge=1, description="requests per engine that autoscaling aims at")
-    autoscaling: dict[str, Any] = Field(
-        {}, description="other keys of Serve's autoscaling_config, JSON: upscale_delay_s"
-    )
-    max_ongoing_requests: int = Field(
-        256, ge=1, description="maximum number of requests per engine; others wait in Serve"
-    )
-    request_timeout_s: float = Field(
-        600, gt=0, description="longest wait for an answer, or for the next part of a stream"
-    )
+    autoscaling: JsonDict = Field({}, description="other keys of Serve's autoscaling_config, JSON: upscale_delay_s")
+    max_ongoing_requests: int = Field(256, ge=1, description="most requests at an engine; others wait in Serve")
+    request_timeout_s: float = Field(600, gt=0, description="longest wait for an answer or the next part of a stream")
     health_period_s: float = Field(5, gt=0, description="time between two health checks")
-
-    _autoscaling = field_validator("autoscaling", mode="before")(parse_mapping)
-
-    @model_validator(mode="after")
-    def _limits(self) -> ServeOptions:
-        if self.max_replicas is not None and self.max_replicas < max(self.replicas, self.min_replicas):
-            raise ValueError(
-                f"max_replicas={self.max_replicas} is below min_replicas={self.min_replicas} or "
-                f"replicas={self.replicas}; raise it"
-            )
-        if self.autoscaling and self.max_replicas is None:
-            raise ValueError("autoscaling is given, but it is off; name max_replicas, or leave it out")
-        return self
 
     @property
     def environment(self) -> dict[str, str]:
