@@ -38,7 +38,7 @@ def python(*argv: str) -> subprocess.CompletedProcess:
     ("argv", "printed"),
     [
         (["--version"], f"vllm-mtpc {vllm_mtpc.__version__}"),
-        *(([*argv], f"{name} {command.help}") for argv in ((), ("--help",)) for name, command in COMMANDS.items()),
+        *(([*argv], f"{name} {about}") for argv in ((), ("--help",)) for name, (about, _) in COMMANDS.items()),
         *(([name, "--help"], f"usage: vllm-mtpc {name}") for name in COMMANDS),
     ],
 )

@@ -14,7 +14,6 @@ import errno
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from typing import NamedTuple
 
 from vllm_mtpc import __version__
 from vllm_mtpc.errors import SETUP, EngineFailed, MtpcError, printable
@@ -29,23 +28,18 @@ DISK = {
 PATHS = dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.EISDIR), "correct that path")
 
 
-class Command(NamedTuple):
-    help: str
-    module: str
-
-
-COMMANDS = {
-    "play": Command("show plain vLLM and a head side by side on a web page", "vllm_mtpc.play.command"),
-    "train": Command("train a head for a model from text", "vllm_mtpc.train.command"),
-    "regenerate": Command("generate training text with the target", "vllm_mtpc.batch.regenerate"),
-    "cache": Command("store a target's hidden states on disk", "vllm_mtpc.train.cache_command"),
-    "eval": Command("expected tokens/step of a head, without vLLM", "vllm_mtpc.eval.command"),
-    "doctor": Command("compare served acceptance with expected acceptance", "vllm_mtpc.eval.doctor"),
-    "batch": Command("complete files of prompts, on one engine or on Ray; resumable", "vllm_mtpc.batch.command"),
-    "bench": Command("compare plain vLLM, its own methods and heads", "vllm_mtpc.bench.serve_command"),
-    "plot": Command("draw heads or results of `bench serve`: acceptance, latency", "vllm_mtpc.plots.command"),
-    "push": Command("publish a head on the Hub", "vllm_mtpc.publish"),
-    "convert": Command("convert a checkpoint of another project into a head", "vllm_mtpc.checkpoint.convert.command"),
+COMMANDS = {  # help and module by name
+    "play": ("show plain vLLM and a head side by side on a web page", "vllm_mtpc.play.command"),
+    "train": ("train a head for a model from text", "vllm_mtpc.train.command"),
+    "regenerate": ("generate training text with the target", "vllm_mtpc.batch.regenerate"),
+    "cache": ("store a target's hidden states on disk", "vllm_mtpc.train.cache_command"),
+    "eval": ("expected tokens/step of a head, without vLLM", "vllm_mtpc.eval.command"),
+    "doctor": ("compare served acceptance with expected acceptance", "vllm_mtpc.eval.doctor"),
+    "batch": ("complete files of prompts, on one engine or on Ray; resumable", "vllm_mtpc.batch.command"),
+    "bench": ("compare plain vLLM, its own methods and heads", "vllm_mtpc.bench.serve_command"),
+    "plot": ("draw heads or results of `bench serve`: acceptance, latency", "vllm_mtpc.plots.command"),
+    "push": ("publish a head on the Hub", "vllm_mtpc.publish"),
+    "convert": ("convert a checkpoint of another project into a head", "vllm_mtpc.checkpoint.convert.command"),
 }
 
 
@@ -65,10 +59,10 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     typed = next((word for word in argv if not word.startswith("-")), None)
-    for name, command in COMMANDS.items():
-        subparser = commands.add_parser(name, help=command.help, description=command.help)
+    for name, (about, place) in COMMANDS.items():
+        subparser = commands.add_parser(name, help=about, description=about)
         if name == typed:
-            module = import_module(command.module)
+            module = import_module(place)
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
     return parser

@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from huggingface_hub import CommitOperationAdd, HfApi
 
-    files = published_files(args.folder)
     card = complete_card(args.folder, args.license, is_online=not args.dry_run)
+    files = published_files(args.folder)
     for file in files:
         print(f"{file.stat().st_size:>15,}  {file.name}")
     print(f"README.md with the metadata:\n{card.data.to_yaml()}")
@@ -52,15 +52,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def published_files(folder: Path) -> list[Path]:
-    """Return the files of a head that are sent, without its card, the trainer's state and the user's files.
-
-    Raises:
-        UsageError: The folder holds no head.
-    """
+    """Return the files of a head that are sent, without its card, the trainer's state and the user's files."""
     from vllm_mtpc.checkpoint import load, locate, metadata
 
-    if not locate.is_head(folder):
-        raise UsageError(f"{folder} is no head's folder; name the folder that `vllm-mtpc train` or `convert` wrote")
     weights = (locate.WEIGHTS_FILE, locate.U_EMBED_FILE, *load.ADAPTER_FILES)
     names = (locate.CONFIG_FILE, *weights, locate.PROVENANCE_FILE, *metadata.PLOTS, "LICENSE", "NOTICE")
     return [folder / name for name in names if (folder / name).is_file()]

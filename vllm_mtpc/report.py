@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,14 +40,12 @@ def _check_place(path: Path, folder: Path, flag: str) -> None:
     kind = "folder" if path == folder else "file"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if path.is_dir() and kind == "file":
-            raise OSError(0, "a folder")
-        place, right = (path, os.W_OK) if path.is_file() else (folder, os.W_OK | os.X_OK)
-        if not os.access(place, right):
-            raise OSError(0, "no right to write to it")
+        if kind == "file" and path.exists():
+            open(path, "ab").close()
+        else:
+            tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        reason = "a file is in the place of a folder" if isinstance(error, FileExistsError) else error.strerror
-        raise UsageError(f"{flag} {path}: cannot be written to ({reason}); name another {kind}") from None
+        raise UsageError(f"{flag} {path}: cannot be written to ({error.strerror}); name another {kind}") from None
 
 
 def write_json(file: Path, values: dict[str, Any]) -> None:
@@ -64,18 +62,14 @@ def console() -> Console:
 
 
 def print_table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """Print a rich table on a terminal, and Markdown elsewhere."""
-    if not sys.stdout.isatty():
-        print(f"\n{title}\n\n" + markdown(header, lines), flush=True)
-        return
-    from rich.table import Table
+    """Print a Markdown table, rendered on a terminal."""
+    text = f"\n{title}\n\n" + markdown(header, lines)
+    if sys.stdout.isatty():
+        from rich.markdown import Markdown
 
-    table = Table(title=title, title_justify="left")
-    for place, name in enumerate(header):
-        table.add_column(name, justify="left" if place < 2 else "right")
-    for line, following in zip(lines, [*lines[1:], None], strict=True):
-        table.add_row(*line, end_section="=" in line[0] and following is not None and following[0] != line[0])
-    console().print(table, markup=False)
+        console().print(Markdown(text))
+    else:
+        print(text, flush=True)
 
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

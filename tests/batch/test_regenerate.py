@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import io
 import json
 import re
 import sys
@@ -178,37 +176,17 @@ def test_regenerate_writes_every_response(tmp_path, target, engine):
     assert "torch" in meta["versions"]
 
 
-class FullDisk(io.FileIO):
-    """Takes `room` bytes in all, as a file system does: a write may go in in part before one fails."""
-
-    room = 500  # a wave of two lines and a part of the next
-
-    def write(self, data: bytes) -> int:
-        if not FullDisk.room:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        taken = min(len(data), FullDisk.room)
-        FullDisk.room -= taken
-        return super().write(data[:taken])
-
-
-@pytest.mark.parametrize("torn", ['{"id": "ab', '{"id": "ab", "prompt_ids": [1]}', "\udcff", None])
+@pytest.mark.parametrize("torn", ['{"id": "ab', '{"id": "ab", "prompt_ids": [1]}', "\udcff"])
 def test_interrupted_run_is_resumed(tmp_path, target, engine, monkeypatch, torn):
-    """A line that the interruption cut is removed, even where what is left of it is JSON. None: by a full disk."""
-    how, real_open = options(target, texts(tmp_path, 9), tmp_path / "out.jsonl"), open
-    with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, OSError)) as ended:
-        if torn:
-            patch.setattr(module, "_engine", Engine(stop=4))
-        else:
-
-            def limited(path: Path, mode: str, **more: Any) -> Any:
-                return FullDisk(path, "a") if mode == "ab" else real_open(path, mode, **more)
-
-            patch.setattr(module, "open", limited, raising=False)
+    """A line that the interruption cut is removed, even where what is left of it is JSON."""
+    how = options(target, texts(tmp_path, 9), tmp_path / "out.jsonl")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module, "_engine", Engine(stop=4))
         regenerate(how)
     kept = lines(how.out)
-    assert len(kept) == 4 if torn else len(kept) == 2 and ended.match(r"No space left on device: .*out.jsonl")
+    assert len(kept) == 4
     with how.out.open("a", encoding="utf-8", errors="surrogateescape") as file:
-        file.write(torn or "")
+        file.write(torn)
     engine.asked.clear()
     regenerate(how)
     assert not set(engine.asked) & {row["id"] for row in kept}  # nothing is written twice
@@ -246,7 +224,7 @@ def test_output_of_another_run_is_refused(tmp_path, target, engine, texts_now, m
     [
         (["--temperature", "-1"], "key 'temperature'"),
         (["--top-p", "0"], "key 'top_p'"),
-        (["--engine", "enforce_eager=true"], "key 'engine' = .*Invalid JSON"),
+        (["--engine", "enforce_eager=true"], "key 'engine' = .*not JSON"),
     ],
 )
 def test_invalid_options_are_refused(tmp_path, capsys, words, message):

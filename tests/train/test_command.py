@@ -162,9 +162,9 @@ def test_two_processes_train_as_one(place, parallel, head):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data": "{place}/none.jsonl"}, "none.jsonl: no such file or folder; name one that exists"),
+        ({"data": "{place}/none.jsonl"}, "none.jsonl: no such file or folder with content; name files"),
         ({"data": "{place}/none.jsonl", "regenerate": 4}, "none.jsonl: no such file or folder"),
-        ({"data": "{place}/none*.jsonl"}, "none*.jsonl: no file matches"),
+        ({"data": "{place}/none*.jsonl"}, "none*.jsonl: no such file or folder"),
         ({"validation_data": "{place}/none.txt", "regenerate": 4}, "none.txt: no such file"),
         ({"out": "{place}/text.jsonl/head"}, "text.jsonl is no folder that you may write to; name another folder"),
         ({"out": "{place}/shut/head", "regenerate": 4}, "shut is no folder that you may write to"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import sys
@@ -51,7 +50,7 @@ def regenerate(options: RegenerateOptions) -> Path:
 
     Raises:
         UsageError: vLLM is missing or fails, there are no prompts, or the file was made with other settings.
-        OSError: the file cannot be written; the responses in it are complete.
+        OSError: the file cannot be written; the next run removes an incomplete last line.
     """
     if find_spec("vllm") is None:
         raise UsageError(f"responses are written by vllm, which is not installed; type: {SETUP}")
@@ -65,7 +64,7 @@ def regenerate(options: RegenerateOptions) -> Path:
         return options.out
     skipped = written = 0
     with (
-        open(options.out, "ab", buffering=0) as file,
+        open(options.out, "ab") as file,
         Bar(total=len(requests), initial=len(requests) - len(left), desc="responses", unit="response") as bar,
     ):
         bar.set_postfix_str("vLLM is starting")
@@ -74,7 +73,11 @@ def regenerate(options: RegenerateOptions) -> Path:
             bar.unpause()
             for answers in waves:
                 responses = [answer for answer in answers if "response_ids" in answer]
-                _append(file, [left[answer["id"]].line(answer, tokenizer) for answer in responses])
+                for answer in responses:
+                    line = json.dumps(left[answer["id"]].line(answer, tokenizer), ensure_ascii=False) + "\n"
+                    file.write(line.encode("utf-8", "surrogatepass"))
+                file.flush()
+                os.fsync(file.fileno())
                 skipped += len(answers) - len(responses)
                 written += sum(len(answer["response_ids"]) for answer in responses)
                 bar.set_postfix_str(f"{written / max(time.monotonic() - begun, 1e-3):,.0f} tokens/s", refresh=False)
@@ -150,16 +153,3 @@ def _resume(options: RegenerateOptions, ids: list[str]) -> set[str]:
                 raise UsageError(f"{path}:{number}: not a response; remove the line and run again") from None
     os.truncate(path, end)
     return done
-
-
-def _append(file: io.FileIO, lines: list[dict[str, Any]]) -> None:
-    """Append lines and wait until they are on the disk; a failure leaves no incomplete line."""
-    data = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode("utf-8", "surrogatepass")
-    end = os.fstat(file.fileno()).st_size
-    try:
-        while data:
-            data = data[file.write(data) :]
-        os.fsync(file.fileno())
-    except OSError as error:
-        file.truncate(end)
-        raise OSError(error.errno, error.strerror, file.name) from None

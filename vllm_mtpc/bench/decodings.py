@@ -54,9 +54,6 @@ def find_peers(
         names: of PEERS.
         configured: speculative_config by name, of peers that the user configured.
         engine: keyword arguments of `vllm.LLM`.
-
-    Raises:
-        UsageError: a configured peer is a head of this package.
     """
     found = []
     if "ngram" in names:
@@ -69,8 +66,6 @@ def find_peers(
         fault = "" if layers else "the target bundles no MTP layers that vLLM serves"
         found.append(Decoding("MTP", {"method": "mtp", "num_speculative_tokens": layers}, fault=fault))
     for name, config in configured.items():
-        if config.get("method") in FAMILIES:
-            raise UsageError(f"--peer {name}: a head of this package; type --heads {config.get('model')}")
         if config.get("method") not in CHOOSE_LENGTH:
             config = {"num_speculative_tokens": DRAFTS, **config}
         found.append(Decoding(name, config, is_required=True))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
-from operator import add
 from statistics import median
 from typing import Any
 
@@ -12,7 +10,6 @@ from vllm_mtpc.bench.comparison import Comparison, Pass
 from vllm_mtpc.engine.counters import DEFINITIONS, Acceptance
 
 Row = dict[str, Any]
-SLOWER = 0.97  # of plain vLLM's tokens/s: noise of a machine is below it
 COLUMN_DEFINITIONS = (
     *DEFINITIONS.splitlines(),
     "identical: greedy answers that equal plain vLLM's token for token, of a check apart from the passes.",
@@ -34,7 +31,7 @@ def _row(found: list[Pass], comparison: Comparison) -> Row:
     measured = [one.measured for one in found]
     rates = [one.tokens_per_second for one in measured]
     speedups = [one.speedup for one in found]
-    accepted = reduce(add, (one.acceptance for one in measured), Acceptance())
+    accepted = sum((one.acceptance for one in measured), Acceptance())
     return {
         "decoding": decoding.name,
         "ours": decoding.is_ours,
@@ -58,12 +55,6 @@ def _row(found: list[Pass], comparison: Comparison) -> Row:
         "seconds": [round(one.seconds, 4) for one in measured],
         "cpu_seconds": [round(one.cpu_seconds, 3) for one in measured],
     }
-
-
-def losing(found: Sequence[Row]) -> list[str]:
-    """Return rows of heads of this package that are slower than plain vLLM, e.g. "btree T=1, c=16 0.91x"."""
-    slow = [row for row in found if row["ours"] and row["speedup"] < SLOWER]
-    return [f"{row['decoding']} {row['setting']} {row['speedup']:.2f}x" for row in slow]
 
 
 def overview(found: Sequence[Row]) -> tuple[list[str], list[list[str]]]:

@@ -142,7 +142,7 @@ def make_cells(args: argparse.Namespace) -> list[Setting]:
 
 
 def print_result(result: dict[str, Any]) -> None:
-    """Print tables, ways of decoding that were not run, definitions, and heads that are slower than plain vLLM."""
+    """Print tables, ways of decoding that were not run, and definitions."""
     found = result["rows"]
     print_table("tok/s and speed-up over plain", *report.overview(found))
     print_table("all columns", *report.details(found))
@@ -151,7 +151,6 @@ def print_result(result: dict[str, Any]) -> None:
         print(f"not run: {one['name']}: {one['reason']}")
     for line in result["definitions"]:
         print(line)
-    print(f"heads slower than {report.SLOWER:g}x plain: {'; '.join(report.losing(found)) or 'none'}")
 
 
 def print_identity(found: Comparison) -> bool:

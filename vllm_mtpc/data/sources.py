@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FORMS = '{"text": ...}, {"messages": [...]} or {"prompt_ids": [...], "response_ids": [...]}'
-COLUMNS = (("prompt_ids", "response_ids"), ("messages",), ("text",))  # the first of these that a data set has is read
+COLUMNS = ("prompt_ids", "response_ids", "messages", "text")  # of a data set that are read
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")  # files that are read in a folder
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 DATASET_SUFFIXES = (".parquet", ".arrow", ".csv")  # a folder of these is a data set
@@ -39,29 +39,21 @@ def files_of(name: str) -> list[Path] | None:
     """Return the files of a name of data, sorted; None for a data set of the hub or a folder of one.
 
     Raises:
-        UsageError: There is no such file, it is empty, or it is a .bin file.
+        UsageError: There is no such file, or none with content.
     """
     if not is_path(name):
         return None
     path = Path(name).expanduser()
+    found = [path] if path.is_file() else list(map(Path, sorted(glob.glob(str(path), recursive=True))))
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file())
-        if any(file.suffix in DATASET_SUFFIXES for file in files):
+        found = sorted(path.rglob("*"))
+        if any(file.suffix in DATASET_SUFFIXES for file in found):
             return None
-        found = [file for file in files if file.suffix in TEXT_SUFFIXES and file.stat().st_size]
-        wrong = f"no *{', *'.join(TEXT_SUFFIXES)} file with content in it"
-    else:
-        matches = [path] if path.exists() else map(Path, sorted(glob.glob(str(path), recursive=True)))
-        found = [file for file in matches if file.is_file()]
-        wrong = "no file matches" if glob.has_magic(name) else "no such file or folder; name one that exists"
-    if not found:
-        raise UsageError(f"data {name}: {wrong}")
-    for file in found:
-        if file.suffix == ".bin":
-            raise UsageError(f"{file}: .bin files are not read; give prompt_ids and response_ids in .jsonl or .parquet")
-        if not file.stat().st_size:
-            raise UsageError(f"{file}: the file is empty")
-    return found
+        found = [file for file in found if file.suffix in TEXT_SUFFIXES]
+    if files := [file for file in found if file.is_file() and file.stat().st_size]:
+        return files
+    kinds = ", *".join(TEXT_SUFFIXES)
+    raise UsageError(f"data {name}: no such file or folder with content; name files, or a folder with *{kinds}")
 
 
 def size_of(data: Sequence[str]) -> int:
@@ -122,10 +114,7 @@ def _dataset_records(name: str, split: str, most_bytes: int | None) -> Iterator[
             f"data {name}: neither a file or folder nor a data set that can be loaded with split {split!r} "
             f"({first_line(error)})"
         ) from None
-    wanted = next((columns for columns in COLUMNS if {*columns} <= {*rows.column_names}), None)
-    if wanted is None:
-        raise UsageError(f"data {name}: columns {', '.join(rows.column_names)}; a column text or messages is needed")
-    rows = rows.select_columns(list(wanted))
+    rows = rows.select_columns([column for column in COLUMNS if column in rows.column_names] or rows.column_names)
     for number in range(0, len(rows), max(1, rows.data.nbytes // most_bytes) if most_bytes else 1):
         yield f"{name}:{number}", rows[number]
 
