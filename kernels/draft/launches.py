@@ -135,22 +135,6 @@ def best(record_ptr, count, row, num_rows, R: tl.constexpr, COUNT: tl.constexpr)
     return record_ptr + (winner.to(tl.int64) * num_rows + row) * (RECORD + R), top, first, second
 
 
-@triton.jit
-def block_bias(source_ptr, target_ptr, target_stride, token, is_token, RANK: tl.constexpr, CHUNK: tl.constexpr):
-    """Bias W1[before] W2_k [BLOCK] of a bigram (`kernels/bigram.py`), products in float32; 0 without is_token.
-
-    source_ptr: the row of W1 [RANK] of the token before; target_ptr: W2_k [RANK, V], read CHUNK rows at a time.
-    """
-    bias = tl.zeros_like(token).to(tl.float32)
-    for low in range(0, RANK, CHUNK):
-        j = low + tl.arange(0, CHUNK)
-        given = tl.load(source_ptr + j, mask=j < RANK, other=0.0).to(tl.float32)
-        inside = (j[:, None] < RANK) & is_token[None, :]
-        taken = tl.load(target_ptr + j[:, None].to(tl.int64) * target_stride + token[None, :], mask=inside, other=0.0)
-        bias += tl.sum(given[:, None] * taken.to(tl.float32), axis=0)
-    return bias
-
-
 @triton.jit(do_not_specialize=["before_stride", "k", "batch"], do_not_specialize_on_alignment=["before_ptr"])
 def token_bias(
     before_ptr, before_stride, source_ptr, target_ptr, target_k_stride, target_stride,
@@ -333,10 +317,19 @@ def load_biased(
     leaf_ptr, z_stride, source_ptr, target_ptr, target_stride, token, vocab_size, r,
     R: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """A tile, with the bias of the token before; RANK 0: none."""
+    """A tile, with the bias W1[before] W2_k of a bigram (`kernels/bigram.py`), products in float32; RANK 0: none.
+
+    source_ptr: the row of W1 [RANK] of the token before; target_ptr: W2_k [RANK, V], read CHUNK rows at a time.
+    """
     tile = load_tile(leaf_ptr, z_stride, token, vocab_size, r, R)
     if RANK > 0:
-        bias = block_bias(source_ptr, target_ptr, target_stride, token, token < vocab_size, RANK, CHUNK)
+        bias = tl.zeros_like(token).to(tl.float32)
+        for low in range(0, RANK, CHUNK):
+            j = low + tl.arange(0, CHUNK)
+            given = tl.load(source_ptr + j, mask=j < RANK, other=0.0).to(tl.float32)
+            mask = (j[:, None] < RANK) & (token[None, :] < vocab_size)
+            taken = tl.load(target_ptr + j[:, None].to(tl.int64) * target_stride + token[None, :], mask=mask, other=0.0)
+            bias += tl.sum(given[:, None] * taken.to(tl.float32), axis=0)
         tile += bias[None, :]
     return tile
 

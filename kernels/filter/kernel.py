@@ -87,7 +87,7 @@ def load_sum(inner_ptr, index, r, R: tl.constexpr):
 def pop(stack, place, DEPTH: tl.constexpr):
     """The vector at index `place`."""
     rows = tl.arange(0, DEPTH)
-    return tl.max(tl.where(rows[:, None] == place, stack, float("-inf")), axis=0)
+    return tl.sum(tl.where(rows[:, None] == place, stack, 0.0), axis=0)
 
 
 @triton.jit
@@ -156,12 +156,6 @@ def _filter(
 
 
 @triton.jit
-def _pop_adjoint(stack, place, DEPTH: tl.constexpr):
-    rows = tl.arange(0, DEPTH)
-    return tl.sum(tl.where(rows[:, None] == place, stack, 0.0), axis=0)
-
-
-@triton.jit
 def _through_softmax(adjoint, log_probs, axis: tl.constexpr):
     """The adjoint of x from that of log_softmax(x) along an axis."""
     return adjoint - tl.exp(log_probs) * tl.expand_dims(tl.sum(adjoint, axis=axis), axis)
@@ -208,7 +202,7 @@ def _retreat(
             _add_sum_gradient(grad_inner_ptr, index, adjoint, log_probs, r, R)
             weights = tl.sum(adjoint, axis=1)
         elif op == PUSH:
-            weights += _pop_adjoint(stack, place, DEPTH)
+            weights += pop(stack, place, DEPTH)
         elif op == UPWARD:
             log_probs = load_sum(inner_ptr, index, r, R)
             terms = log_probs + kept[None, :]
@@ -217,7 +211,7 @@ def _retreat(
             message = tl.sum(adjoint, axis=0)
             stack = push(stack, place, message, DEPTH)
         else:
-            given = _pop_adjoint(stack, place, DEPTH)
+            given = pop(stack, place, DEPTH)
             opened = _through_softmax(weights, kept, 0)
             stack = push(stack, place, opened, DEPTH)
             message += given + opened

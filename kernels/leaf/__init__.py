@@ -1,7 +1,6 @@
 """Logits of leaves for drafting: all at drafted positions, two numbers per component at x_1; see README.md here.
 
-Weights [k, r, V, D] are unembeddings of k positions and r components, states [B, k or 1, r or 1, D] their
-inputs; a dimension of 1 is the same for all.
+Weights [k, r, V, D] are unembeddings of k positions and r components, states [B, D] the input of all.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ def terms(states: Tensor, weight: Tensor, token: Tensor) -> Tensor:
     """Return log-normaliser and logit [B, 2, r] float32 of token [B] int64, on a GPU without storing the logits.
 
     Args:
-        states: [B, r or 1, D].
+        states: [B, D].
         weight: [r, V, D].
         token: [B]; outside 0 .. V - 1 its logit is -inf.
     """

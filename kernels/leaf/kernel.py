@@ -17,7 +17,7 @@ WIDEN: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 @triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=["token_ptr"])
 def _tiles(
-    state_ptr, state_stride, state_stride_z, weight_ptr, token_ptr, top_ptr, sum_ptr, picked_ptr,
+    state_ptr, state_stride, weight_ptr, token_ptr, top_ptr, sum_ptr, picked_ptr,
     batch, r, vocab_size, hidden_size,
     BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -26,7 +26,7 @@ def _tiles(
     b = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
     v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     is_row, is_state = v[:, None] < vocab_size, b[None, :] < batch
-    states = state_ptr + z * state_stride_z + b.to(tl.int64)[None, :] * state_stride
+    states = state_ptr + b.to(tl.int64)[None, :] * state_stride
     rows = weight_ptr + z * vocab_size * hidden_size + v.to(tl.int64)[:, None] * hidden_size
     x = tl.zeros((BLOCK_V, BLOCK_B), dtype=tl.float32)
     for start in range(0, hidden_size, BLOCK_D):
@@ -73,7 +73,7 @@ def terms(states: Tensor, weight: Tensor, token: Tensor) -> Tensor:
     out = states.new_empty(batch, 2, r, dtype=torch.float32)
     if not batch:
         return out
-    states, token = states if states.stride(2) == 1 else states.contiguous(), token.contiguous()
+    states, token = states if states.stride(1) == 1 else states.contiguous(), token.contiguous()
     num_blocks = triton.cdiv(vocab_size, BLOCK_V.value)
     top, mass = (states.new_empty(batch, r, num_blocks, dtype=torch.float32) for _ in range(2))
     picked = states.new_empty(batch, r, dtype=torch.float32)
@@ -82,8 +82,7 @@ def terms(states: Tensor, weight: Tensor, token: Tensor) -> Tensor:
     shared = {"token_ptr": token, "top_ptr": top, "sum_ptr": mass, "picked_ptr": picked}
     shared |= {"r": r, "vocab_size": vocab_size}
     _tiles[(triton.cdiv(batch, block_b), num_blocks, r)](
-        **shared, state_ptr=states, state_stride=states.stride(0),
-        state_stride_z=states.stride(1) if states.shape[1] > 1 else 0, weight_ptr=weight.contiguous(),
+        **shared, state_ptr=states, state_stride=states.stride(0), weight_ptr=weight.contiguous(),
         batch=batch, hidden_size=hidden_size, BLOCK_B=block_b, BLOCK_D=block_d,
     )  # fmt: skip
     blocks = triton.next_power_of_2(num_blocks)

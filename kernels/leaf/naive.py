@@ -8,13 +8,8 @@ from torch import Tensor
 
 
 def logits(states: Tensor, weight: Tensor) -> Tensor:
-    """Return states [B, k or 1, r or 1, D] times weight [k, r, V, D]: [B, k, r, V], in the dtype of the states."""
-    positions, r, vocab_size, _ = weight.shape
-    if states.shape[1:3] == (1, 1):  # one product: each weight is read once
-        return F.linear(states[:, 0, 0], weight.flatten(0, 2)).view(len(states), positions, r, vocab_size)
-    if states.shape[2] == 1:
-        return torch.einsum("bkd,kzvd->bkzv", states[:, :, 0].expand(-1, positions, -1), weight)
-    return torch.einsum("bkzd,kzvd->bkzv", states.expand(-1, positions, -1, -1), weight)
+    """Return states [B, D] times weight [k, r, V, D]: [B, k, r, V], in the dtype of the states."""
+    return F.linear(states, weight.flatten(0, 2)).view(len(states), *weight.shape[:3])
 
 
 def evidence_of(logits: Tensor, token: Tensor) -> Tensor:
@@ -35,5 +30,5 @@ def terms_of(logits: Tensor, token: Tensor) -> Tensor:
 
 
 def terms(states: Tensor, weight: Tensor, token: Tensor) -> Tensor:
-    """Return `terms_of` the logits of one position; states [B, r or 1, D], weight [r, V, D]."""
-    return terms_of(logits(states[:, None], weight[None])[:, 0], token)
+    """Return `terms_of` the logits of one position; states [B, D], weight [r, V, D]."""
+    return terms_of(logits(states, weight[None])[:, 0], token)

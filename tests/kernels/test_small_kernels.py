@@ -65,14 +65,12 @@ def test_terms_equal_their_definition(name: str, outputs: dict[str, Any]) -> Non
     assert torch.equal(outputs[name][:, 1] == -INF, is_outside[:, None].expand(-1, weight.shape[0]))
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (4, 1), (1, 3), (4, 3)])
-def test_logits_are_products_with_each_unembedding(shape: tuple[int, int]) -> None:
-    states, weight = numbers(2, *shape, 8), numbers(4, 3, 5, 8)
+def test_logits_are_products_with_each_unembedding() -> None:
+    states, weight = numbers(2, 8), numbers(4, 3, 5, 8)
     found = leaf.logits(states, weight)
     for k in range(4):
         for z in range(3):
-            state = states[:, min(k, shape[0] - 1), min(z, shape[1] - 1)]
-            torch.testing.assert_close(found[:, k, z], state @ weight[k, z].T)  # other orders of summation
+            torch.testing.assert_close(found[:, k, z], states @ weight[k, z].T)  # other orders of summation
 
 
 def test_terms_are_those_of_log_softmax() -> None:

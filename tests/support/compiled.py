@@ -160,7 +160,7 @@ def draft(noise, name, sizes, drafts=None, dtype=HALF, draw=True, use_fp64=False
 def leaves(r: int, vocab: int, hidden: int, batch: int, dtype: torch.dtype = HALF) -> None:
     from vllm_mtpc.kernels.leaf import kernel
 
-    states, weight = empty(batch, 1, hidden, dtype=dtype), empty(r, vocab, hidden, dtype=dtype)
+    states, weight = empty(batch, hidden, dtype=dtype), empty(r, vocab, hidden, dtype=dtype)
     kernel.terms(states, weight, empty(batch, dtype=LONG))
 
 

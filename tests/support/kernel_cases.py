@@ -34,10 +34,10 @@ def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = WHOLE) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
 
 
-def term_case(batch: int, r: int, vocab: int, hidden: int, dtype: torch.dtype, shared: bool) -> tuple:
+def term_case(batch: int, r: int, vocab: int, hidden: int, dtype: torch.dtype) -> tuple:
     """Arguments of `terms`: states with NaN after every row; the first and the last token, and tokens out of range."""
-    states = torch.full((batch, 1 if shared else r, hidden + 3), torch.nan, dtype=dtype)[..., :hidden]
-    states.copy_(numbers(batch, states.shape[1], hidden, dtype=dtype))
+    states = torch.full((batch, hidden + 3), torch.nan, dtype=dtype)[..., :hidden]
+    states.copy_(numbers(batch, hidden, dtype=dtype))
     weight = numbers(r, vocab, hidden, seed=1) / hidden**0.5
     token = torch.randint(vocab, (batch,), generator=torch.Generator().manual_seed(batch))
     for row, chosen in enumerate((vocab - 1, 0, -1, vocab, vocab + 5)[:batch]):
@@ -100,12 +100,12 @@ CASES: dict[str, interpreted.Case] = {
     "no requests": ("couple", rows(0, 4)),
     "all right": ("couple", (torch.ones(9, dtype=torch.long), torch.ones(9), torch.tensor([0, 4, 8]), 4)),
     # 64 rows of a vocabulary and up to 64 states are one tile; 128 (half precision) or 32 elements of D at a time
-    "one": ("leaf", term_case(1, 1, 5, 16, WHOLE, True)),
-    "a block but one": ("leaf", term_case(3, 2, 63, 33, WHOLE, False)),
-    "a block": ("leaf", term_case(5, 3, 64, 32, WHOLE, True)),
-    "more blocks than one": ("leaf", term_case(17, 2, 257, 130, HALF, True)),
-    "more states than a tile has": ("leaf", term_case(65, 2, 70, 16, HALF, False)),
-    "half": ("leaf", term_case(3, 2, 65, 40, torch.float16, False)),
+    "one": ("leaf", term_case(1, 1, 5, 16, WHOLE)),
+    "a block but one": ("leaf", term_case(3, 2, 63, 33, WHOLE)),
+    "a block": ("leaf", term_case(5, 3, 64, 32, WHOLE)),
+    "more blocks than one": ("leaf", term_case(17, 2, 257, 130, HALF)),
+    "more states than a tile has": ("leaf", term_case(65, 2, 70, 16, HALF)),
+    "half": ("leaf", term_case(3, 2, 65, 40, torch.float16)),
     **{f"{rows}x{vocab}": ("pick", draws(rows, vocab)) for rows, vocab in SIZES},
     "peaked": ("pick", draws(200, 5000, scale=20.0)),
     "holes": ("pick", holes()),

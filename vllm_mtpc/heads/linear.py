@@ -47,7 +47,7 @@ class LinearHead(Head):
 
     def unembed(self, hidden: Tensor, start: int, stop: int) -> Tensor:
         """As in Head."""
-        return leaf.logits(hidden[:, None, None], self.leaf_weight[start:stop])
+        return leaf.logits(hidden, self.leaf_weight[start:stop])
 
     def draft_params(self, hidden: Tensor, first: Tensor, num_drafts: int) -> DraftParams:
         """As in Head; from one product of all packed weights after `pack`."""
@@ -73,7 +73,7 @@ class LinearHead(Head):
     def _draft_apart(self, hidden: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
         """draft_leaves by two products, which do not store the logits of x_1."""
         first = first if self.shard is None else first - self.shard.start
-        terms = leaf.terms(hidden[:, None], self.leaf_weight[0], first)
+        terms = leaf.terms(hidden, self.leaf_weight[0], first)
         logits = self.unembed(hidden, 1, num_drafts + 1)
         return (terms[:, 1] - terms[:, 0], logits) if self.shard is None else self.shard.join(terms, logits)
 
