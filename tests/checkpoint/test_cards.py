@@ -40,10 +40,9 @@ def test_card_without_licence(tmp_path: Path, text: str) -> None:
 
 
 def test_local_file_is_not_a_hub_data_set() -> None:
-    (local, several, none) = (eval_results({"T=1": 2.0}, names)[0] for names in (["held.jsonl"], ["a/b", "c"], []))
+    local, several = (eval_results({"T=1": 2.0}, names)[0] for names in (["held.jsonl"], ["a/b", "c"]))
     assert (local.dataset_type, local.dataset_name) == ("text", "held.jsonl")
     assert (several.dataset_type, several.dataset_name) == ("text", "a/b, c")
-    assert (none.dataset_type, none.dataset_name) == ("text", "held-out text")
 
 
 @pytest.mark.parametrize("name", demo.NAMES)

@@ -58,5 +58,5 @@ def fit(place: Path, documents: Documents, out: Path, kind: dict[str, Any]) -> N
     assert losses(out)[-1] < 0.02, kind
     config = options.trainer(options, target).config
     head = build_head(config)
-    head.load_state_dict(trainer.weights())
+    head.load_state_dict(trainer.model.head.state_dict())
     save_head(out, config, head, {}, "memorised", torch.float32)

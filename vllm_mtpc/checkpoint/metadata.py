@@ -43,7 +43,7 @@ def card_data(
 
 def eval_results(tokens_per_step: Mapping[str, float], texts: Sequence[str]) -> list[EvalResult]:
     """Return card entries of tokens/step by temperature ("T=1", "T=0"), measured on data sets or files `texts`."""
-    named = ", ".join(texts) or "held-out text"
+    named = ", ".join(texts)
     on_hub = len(texts) == 1 and HUB_NAME.fullmatch(texts[0]) and not os.path.exists(texts[0])
     return [
         EvalResult(
@@ -58,14 +58,6 @@ def eval_results(tokens_per_step: Mapping[str, float], texts: Sequence[str]) -> 
     ]
 
 
-def measured_on(record: Mapping[str, Any]) -> list[str]:
-    """Return the data that a head was measured on: the validation data in its provenance, else the training data."""
-    settings, data = record.get("settings"), record.get("data")
-    held_out = settings.get("validation_data") if isinstance(settings, dict) else None
-    names = held_out or (data.get("names") if isinstance(data, dict) else None)
-    return [str(name) for name in names] if isinstance(names, list) else []
-
-
 def measured_acceptance(folder: Path) -> dict[str, list[float]]:
     """Return P(the first k drafts are accepted), k = 1, 2, ..., by "t1" and "t0", as far as the provenance has them."""
     try:
@@ -74,8 +66,7 @@ def measured_acceptance(folder: Path) -> dict[str, list[float]]:
     except (CheckpointError, KeyError, TypeError):
         return {}
     lists = {key: values for key, values in found.items() if isinstance(values, list) and values}
-    are_shares = {key: all(isinstance(p, (int, float)) and 0 <= p <= 1 for p in lists[key]) for key in lists}
-    return {key: values for key, values in lists.items() if are_shares[key]}
+    return {key: ps for key, ps in lists.items() if all(isinstance(p, (int, float)) and 0 <= p <= 1 for p in ps)}
 
 
 def license_of(card: Path) -> dict[str, Any]:

@@ -53,9 +53,9 @@ def init_backbone(backbone: Backbone, target: Any) -> str:
     """Start a backbone at the final norm and last layers of a `vllm_mtpc.hf.Target`, where names and shapes agree.
 
     Returns:
-        A line that names the copied and the other weights; empty if all were copied.
+        A line that names the weights that were not copied; empty if all were.
     """
-    theirs, fates = target.backbone, dict[str, set[bool]]()
+    theirs, missing = target.backbone, list[str]()
     layers = [*reversed(getattr(theirs, "layers", ())), *(nn.Module() for _ in backbone.layers)]
     modules = [("norm.", backbone.norm, getattr(theirs, "norm", nn.Module()))]
     modules += [("", *pair) for pair in zip(reversed(backbone.layers), layers, strict=False)]
@@ -64,15 +64,11 @@ def init_backbone(backbone: Backbone, target: Any) -> str:
         # norms of EvaByte scale by 1 + weight, a backbone's by its weight
         less = {f"{name}.weight".lstrip(".") for name, part in given.named_modules() if hasattr(part, "unit_offset")}
         for name in own | weights:
-            fits = name in own and name in weights and weights[name].shape == own[name].shape
-            if fits:
+            if name in own and name in weights and weights[name].shape == own[name].shape:
                 own[name].copy_(weights[name] + float(name in less))
-            fates.setdefault(f"{prefix}{name}".removesuffix(".weight"), set()).add(fits)
-    names = {
-        fate: ", ".join(name + " (some layers)" * (len(both) > 1) for name, both in fates.items() if fate in both)
-        for fate in (True, False)
-    }
-    return f"copied: {names[True] or 'nothing'}; not copied: {names[False]}" if names[False] else ""
+            else:
+                missing.append(f"{prefix}{name}".removesuffix(".weight"))
+    return f"not copied: {', '.join(dict.fromkeys(missing))}" if missing else ""
 
 
 def _split_fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:

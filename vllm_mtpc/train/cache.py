@@ -11,7 +11,6 @@ States of padding are zero.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import shutil
@@ -26,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vllm_mtpc.data.rows import Rows
-from vllm_mtpc.errors import UsageError
+from vllm_mtpc.errors import UsageError, first_line
 from vllm_mtpc.files import read_json, replace_file, replacing
 from vllm_mtpc.hf import Target
 from vllm_mtpc.progress import Bar
@@ -170,8 +169,12 @@ def write_cache(
     try:
         states = {path: read(path) for path in files if path.is_file()}
         left = sum(len(part) for path, part in files.items() if path not in states)
-        _check_room(folder, left * row_bytes)
         folder.mkdir(parents=True, exist_ok=True)
+        if left * row_bytes > (free := shutil.disk_usage(folder).free):
+            raise UsageError(
+                f"{folder}: hidden states need {left * row_bytes / 1e9:.3f} GB more, {free / 1e9:.3f} GB are free; "
+                "free space, name a folder elsewhere, use dtype bfloat16 or fewer rows, or train without a cache"
+            )
         if not given:
             replace_file(file, (json.dumps(index, indent=2) + "\n").encode())
         with Bar(total=num_rows, initial=num_rows - left, desc="hidden states", unit="row") as bar:
@@ -182,10 +185,9 @@ def write_cache(
                     partial.chmod(0o644)  # safetensors gives access to the owner only
                 states[path] = read(path)
     except (OSError, SafetensorError) as error:  # safetensors wraps the system's errors
-        full = getattr(error, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC}" in str(error)
         raise UsageError(
-            f"{folder}: hidden states cannot be written ({'the disk is full' if full else error}); finished shards "
-            "are intact: free space and run again to continue"
+            f"{folder}: hidden states cannot be written ({first_line(error)}); finished shards are intact: free space "
+            "and run again to continue"
         ) from None
     return HiddenCache(rows, [states[path] for path in files], target.device)
 
@@ -201,16 +203,6 @@ def _finite_states(source: Computed, rows: Tensor, bar: Bar) -> Tensor:
             )
         bar.update(len(some))
     return torch.cat(parts)
-
-
-def _check_room(folder: Path, needed: int) -> None:
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    if needed > free:
-        raise UsageError(
-            f"{folder}: hidden states need {needed / 1e9:.3f} GB more, {free / 1e9:.3f} GB are free; "
-            "free space, name a folder elsewhere, use dtype bfloat16 or fewer rows, or train without a cache"
-        )
 
 
 def _read_shard(path: Path, dtype: torch.dtype, shape: tuple[int, ...], metadata: dict[str, str]) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from huggingface_hub import ModelCard
 
 from vllm_mtpc.checkpoint.locate import HUB_NAME
-from vllm_mtpc.checkpoint.metadata import PLOTS, card_data, eval_results, measured_on, target_license
+from vllm_mtpc.checkpoint.metadata import PLOTS, card_data, eval_results, target_license
 from vllm_mtpc.engine.provenance import commit, hardware, public
 from vllm_mtpc.report import markdown
 from vllm_mtpc.train.options import TrainOptions
@@ -87,7 +87,7 @@ def head_card(record: Mapping[str, Any], method: Literal["mtpc", "ptp"] = "mtpc"
     columns = {"t1": f"T={head.get('temperature', 1):g}", "t0": "T=0"}
     folder = Path(settings["out"]).name or "HEAD"
     measured = {columns[key]: values["tokens_per_step"] for key, values in results.items()}
-    scores = eval_results(measured, measured_on(record))
+    scores = eval_results(measured, settings["validation_data"] or record["data"]["names"])
     draft = shlex.quote(f'{{"method": "{method}", "model": "{folder}"}}')
     card = ModelCard.from_template(
         card_data(tags, head["base_model"], head.get("license"), scores, title),

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from vllm_mtpc.checkpoint.locate import PROVENANCE_FILE, is_head
-from vllm_mtpc.errors import CheckpointError, UsageError
-from vllm_mtpc.files import read_json, read_yaml
+from vllm_mtpc.checkpoint.locate import is_head
+from vllm_mtpc.errors import UsageError
+from vllm_mtpc.files import read_yaml
 from vllm_mtpc.flags import add_flags, typed
 from vllm_mtpc.train.options import STATE_FOLDER, TrainOptions, parse
 from vllm_mtpc.train.state import latest_state
@@ -39,16 +37,7 @@ def run(args: argparse.Namespace) -> int:
     if options.regenerate and not options.dry_run:
         options = with_responses(options)
     start = on_ray if options.ray_workers else train
-    try:
-        start(options)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        resume = " with --resume" if latest_state(options.out / STATE_FOLDER) and not options.dry_run else ""
-        raise UsageError(
-            f"{options.out}: no space left; a head or trainer's state written before is intact: free space and type "
-            f"the same command{resume}"
-        ) from None
+    start(options)
     return 0
 
 
@@ -56,9 +45,6 @@ def check_earlier_run(options: TrainOptions) -> None:
     """Raise UsageError if the run would overwrite the head or the state of another run."""
     out = options.out
     if options.dry_run and is_head(out):
-        with suppress(CheckpointError, LookupError, TypeError):
-            if not read_json(out / PROVENANCE_FILE)["run"]["steps"]:
-                return  # of an earlier dry run
         raise UsageError(
             f"out={out} holds a head, which --dry-run would replace with an untrained one; type another --out"
         )

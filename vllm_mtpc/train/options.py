@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+from pydantic import ConfigDict, Field, create_model, model_validator
 
 from vllm_mtpc.circuits import CIRCUITS, circuit_class
 from vllm_mtpc.data.sources import is_path
@@ -18,7 +18,22 @@ STATE_FOLDER = "state"  # in the out folder
 DEFAULT_METHOD = "mtpc"  # family of the heads that are named by their own names; `head` names any other family
 
 
-class _FirstOptions(BaseModel):
+class TrainOptions(create_model("KindOptions", **option_fields())):  # type: ignore[misc]
+    """Every option of `vllm-mtpc train`: a field is a key of the YAML file and, with dashes, a flag."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    groups: ClassVar[dict[str, str]] = {  # titles of the help, by the first option of each group
+        "target": "Target, data and output; --target, --data and --out are required",
+        "circuit": "Head",
+        next(iter(option_fields())): "Options of some heads",
+        "variant": "PTP head (--head ptp)",
+        "gamma": "Loss",
+        "epochs": "Steps and optimiser",
+        "seq_len": "Text and hidden states",
+        "ray_workers": "Processes",
+        "save_minutes": "Saving and measuring",
+    }
+
     target: str = Field(min_length=1, description="causal language model on transformers: folder or hub name")
     data: list[str] = Field(min_length=1, description="text, folder, glob, .jsonl, or datasets name NAME:CONFIG")
     out: Path = Field(description="folder of the head; trainer state and plots go there too")
@@ -37,24 +52,6 @@ class _FirstOptions(BaseModel):
     lora_rank: int = Field(16, ge=1, description="rank of the adapters")
     lora_alpha: int = Field(16, ge=1, description="scale of the adapters, by their rank")
     num_speculative_tokens: int | None = Field(None, ge=1, description="drafts per step when served (default: n - 1)")
-
-
-class TrainOptions(create_model("KindOptions", __base__=_FirstOptions, **option_fields())):  # type: ignore[misc]
-    """Every option of `vllm-mtpc train`: a field is a key of the YAML file and, with dashes, a flag."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    groups: ClassVar[dict[str, str]] = {  # titles of the help, by the first option of each group
-        "target": "Target, data and output; --target, --data and --out are required",
-        "circuit": "Head",
-        next(iter(option_fields())): "Options of some heads",
-        "variant": "PTP head (--head ptp)",
-        "gamma": "Loss",
-        "epochs": "Steps and optimiser",
-        "seq_len": "Text and hidden states",
-        "parallel": "Processes",
-        "save_minutes": "Saving and measuring",
-    }
-
     variant: Literal["o-ptp", "c-ptp", "late", "independent"] = Field(
         "o-ptp", description="kind of drafts: docs/ptp.md"
     )
@@ -94,7 +91,6 @@ class TrainOptions(create_model("KindOptions", __base__=_FirstOptions, **option_
     target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="of the target")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     attention: Literal["auto", "torch", "xformers"] = Field("auto", description="attention over packed rows")
-    parallel: Literal["ddp", "fsdp"] = Field("ddp", description="with several processes (torchrun, Ray)")
     ray_workers: int = Field(0, ge=0, description="run on Ray Train with this many workers; 0: in this process")
     save_minutes: float = Field(10.0, ge=0, description="between trainer states; the last one is kept")
     resume: bool = Field(False, description="go on from the trainer state in the out folder")

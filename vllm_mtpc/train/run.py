@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import shlex
 import sys
 import time
@@ -24,6 +23,7 @@ from vllm_mtpc.errors import MtpcError, UsageError, install
 from vllm_mtpc.hf import Target, check_length, choose_device, load_target
 from vllm_mtpc.hf.attention import check_packing
 from vllm_mtpc.hf.model import target_config, tokenizer_if_any
+from vllm_mtpc.report import check_folder
 from vllm_mtpc.train.cache import data_fingerprint
 from vllm_mtpc.train.card import command_line
 from vllm_mtpc.train.options import STATE_FOLDER, TrainOptions, parse
@@ -76,7 +76,6 @@ def train(options: TrainOptions, command: str | None = None, again: str = AGAIN)
         accelerator.wait_for_everyone()  # torchrun ends the other processes when one ends
         accelerator.end_training()
         raise SystemExit(128 + trainer.stopping.signal)
-    weights = trainer.weights()
     accelerator.end_training()  # the other processes do not wait for the evaluation
     if accelerator.is_main_process:
         peak = peak_memory_bytes(accelerator.device)
@@ -92,22 +91,19 @@ def train(options: TrainOptions, command: str | None = None, again: str = AGAIN)
             "peak_memory_bytes": max(line["peak_memory_bytes"] for line in lines),
             "processes": accelerator.num_processes,
         }
-        trainer.finish(weights, prompts, run | ({"command": command} if command else {}))
+        trainer.finish(prompts, run | ({"command": command} if command else {}))
     return options.out
 
 
 def make_accelerator(options: TrainOptions) -> Accelerator:
     """Return the devices and processes of the run, started by torchrun, Ray or alone."""
     from accelerate import Accelerator
-    from accelerate.utils import FullyShardedDataParallelPlugin
 
     device = choose_device(options.device)
     if options.device.startswith("cuda:"):
         torch.cuda.set_device(device)
-    is_fsdp = options.parallel == "fsdp"
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap") if is_fsdp else None
     # losses.py casts the head's products: the circuit stays in float32
-    return Accelerator(cpu=options.device.startswith("cpu"), mixed_precision="no", fsdp_plugin=plugin)
+    return Accelerator(cpu=options.device.startswith("cpu"), mixed_precision="no")
 
 
 def read_target(options: TrainOptions, device: torch.device) -> Target:
@@ -156,11 +152,6 @@ def settled(options: TrainOptions) -> TrainOptions:
         MtpcError: Options, paths or data are wrong. No weights are loaded before.
     """
     check_out(options.out)
-    for key, folder in (("out", options.out), ("cache", options.cache)):
-        if folder:
-            existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-            if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-                raise UsageError(f"{key}={folder}: {existing} is no folder that you may write to; name another folder")
     names = [*options.data, *options.validation_data]
     size_of(names)
     choose_device(options.device)
@@ -177,6 +168,8 @@ def settled(options: TrainOptions) -> TrainOptions:
             f"seq_len={options.seq_len}, but the target reads at most {longest} tokens; set seq_len to that or less, "
             "or leave it out"
         )
+    check_folder(options.cache, "--cache")
+    check_folder(options.out)
     rate = (BACKBONE_RATE if options.head == "backbone" else RATE_BY_WIDTH) / text.hidden_size
     rate = options.learning_rate or float(f"{rate:.2g}")
     return options.model_copy(update={"seq_len": options.seq_len or min(SEQ_LEN, longest), "learning_rate": rate})

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from vllm_mtpc.checkpoint import read_config, resolve_head
 from vllm_mtpc.checkpoint.locate import PROVENANCE_FILE
@@ -45,7 +44,6 @@ class PtpTrainer(Trainer):
     student_class = Student
     defaults = {"windows_per_step": 512, "learning_rate": 1e-3}  # noqa: RUF012
     greedy_share = 0.0
-    needs_v2 = True
 
     def setup_model(self) -> None:
         """As in Trainer."""
@@ -64,8 +62,6 @@ class PtpTrainer(Trainer):
         if options.baseline and options.variant == "independent":
             raise ValueError("baseline with variant 'independent': it is the baseline itself; remove baseline")
         loss_name(options)
-        if options.parallel == "fsdp":
-            raise ValueError("parallel=fsdp with head ptp: its adapters are trained with ddp; set parallel: ddp")
 
     @staticmethod
     def head_config(options: TrainOptions, target: Any, verifier: str, sizes: dict[str, Any]) -> PtpConfig:
@@ -121,10 +117,6 @@ class PtpTrainer(Trainer):
             config = config.model_copy(update={"accepted": results["t1"]["histogram"]})
         head = student.lora(), student.embedding
         save_ptp(self.options.out, config, *head, record, head_card(record, "ptp"), dtype, student.late)
-
-    def load_trained(self, weights: Mapping[str, Tensor]) -> None:
-        """As in Trainer."""
-        self.student.load_state_dict(weights)
 
     def samplings(self) -> dict[str, Sampling]:
         """Return the trained sampling, and greedy."""
