@@ -64,10 +64,6 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
         *("min_acceptance", "mask_drafts", "enable_adaptive_verification", "draft_sample_method", "head_dtype"),
         *("verify", "rejection_sample_method", "synthetic_acceptance_rates", "synthetic_acceptance_length"),
     )
-    shown: ClassVar[tuple[str, ...]] = (  # by __repr__: options, and fields of the head's config
-        *("method", "model", "circuit", "window", "num_components", "num_speculative_tokens", "draft_sample_method"),
-        *("head_dtype", KEY),
-    )
     has_distribution: ClassVar[bool] = True  # drafts are sampled from q(x), which the rejection sampler receives
 
     method: Literal["mtpc"] | None = None
@@ -88,8 +84,8 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
         self.draft_tensor_parallel_size = self.target_parallel_config.tensor_parallel_size
 
     def __repr__(self) -> str:
-        known = vars(self.head) | vars(self)
-        return f"{type(self).__name__}({', '.join(f'{name}={known[name]!r}' for name in self.shown)})"
+        shown = ("method", "model", "num_speculative_tokens", KEY)
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
     def compute_hash(self) -> str:
         """Return the cache key of compiled targets; their graph returns the states of `aux_layers`."""
@@ -173,9 +169,7 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
             return f"0 to {drafts} drafts per step, as measured costs and acceptance decide"
         if ranges is None:
             return f"{drafts} drafts per step, at any batch size"
-        texts = [f"{k or 'none'} at {low}" + (f" to {high}" if high > low else "") for low, high, k in ranges]
-        texts[-1] = f"{ranges[-1][2] or 'none'} from {ranges[-1][0]} on"
-        return f"drafts per step by running requests: {', '.join(texts)}"
+        return f"drafts per step by running requests: {[list(entry) for entry in ranges]}"
 
     def reserved_blocks(self, vllm_config: Any, kv_cache_config: Any) -> int:
         """Return the number of KV blocks that requests do not get; raise ServeConfigError where too few remain."""
@@ -308,15 +302,11 @@ def parse_schedule(given: Any, num_drafts: int) -> Schedule | None:
     from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
 
     try:
-        if not isinstance(given, (list, tuple)):
-            raise ValueError(f"is a {type(given).__name__}")
-        for entry in given:
-            if not isinstance(entry, (list, tuple)) or [type(number) for number in entry] != [int] * 3:
-                raise ValueError(f"{entry!r} is not three whole numbers")
-            if entry[2] > num_drafts:
-                raise ValueError(f"{entry[2]} drafts are more than num_speculative_tokens")
-        return validate_and_normalize_dynamic_sd_schedule([tuple(entry) for entry in given])
-    except ValueError as error:
+        ranges = validate_and_normalize_dynamic_sd_schedule(given)
+        if (most := max(drafts for *_, drafts in ranges)) > num_drafts:
+            raise ValueError(f"{most} drafts are more than num_speculative_tokens")
+        return ranges
+    except (TypeError, ValueError) as error:
         raise ServeConfigError(
             f"speculative_config: {KEY}={given!r}: {str(error).rstrip('.')}; allowed are [[smallest batch, largest "
             f'batch, drafts], ...] from batch 1 on with 0 to {num_drafts} drafts, or "off"; type e.g. '

@@ -11,20 +11,11 @@ from vllm_mtpc.errors import ServeConfigError
 
 
 def check_adaptive_verification(engine_args: Any) -> None:
-    """Raise ServeConfigError where vLLM's adaptive verification does not run."""
-    mode = getattr(engine_args.compilation_config, "cudagraph_mode", None)
-    for reason, holds in (
-        ("a CPU", current_platform.is_cpu()),
-        ("VLLM_USE_V2_MODEL_RUNNER=0", os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0"),
-        ("enforce_eager", engine_args.enforce_eager),
-        ("CUDA graphs without full ones", mode is not None and not mode.has_full_cudagraphs()),
-        ("enable_lora", engine_args.enable_lora),
-        ("pipeline_parallel_size above 1", engine_args.pipeline_parallel_size > 1),
-    ):
-        if holds:
-            needs = "vLLM needs Model Runner V2 with full CUDA graphs, no LoRA and one stage"
-            remedy = "drop either; on Model Runner V1 min_acceptance prunes drafts"
-            raise ServeConfigError(f"enable_adaptive_verification with {reason}: {needs}; {remedy}")
+    """Raise ServeConfigError where Model Runner V2 has no CUDA graphs; vLLM checks other options."""
+    if current_platform.is_cpu() or os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0" or engine_args.enforce_eager:
+        needs = "vLLM needs Model Runner V2 with full CUDA graphs"
+        remedy = "drop it; on Model Runner V1 min_acceptance prunes drafts"
+        raise ServeConfigError(f"enable_adaptive_verification: {needs}; {remedy}")
 
 
 def check_draft_layers(vllm_config: Any) -> None:

@@ -10,7 +10,7 @@ from vllm.platforms import current_platform
 
 from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.errors import ServeConfigError
-from vllm_mtpc.plan.draft_schedule import KEY, Schedule, expand_schedule, limit_lengths, merge_ranges
+from vllm_mtpc.plan.draft_schedule import Schedule, expand_schedule, limit_lengths, merge_ranges
 from vllm_mtpc.plan.row_groups import Plan, merged_plan, most_drafts, scheduled_plan, two_pass_plan
 from vllm_mtpc.proposers.config.circuit_options import COMMON_KEYS, MtpcSpeculativeConfig, check_final_norm
 from vllm_mtpc.proposers.config.engine_checks import check_second_pass, check_structured_outputs, how_to_v2
@@ -30,9 +30,6 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
     """
 
     user_keys: ClassVar[tuple[str, ...]] = (*COMMON_KEYS, "draft_pass", "max_aux_rows", "aux_rows_per_request")
-    shown: ClassVar[tuple[str, ...]] = (
-        *("model", "variant", "window", "lora_rank", "num_speculative_tokens", KEY, "draft_pass", "max_aux_rows"),
-    )
     has_distribution: ClassVar[bool] = False
 
     method: Literal["ptp"] | None = None  # type: ignore[assignment]

@@ -151,7 +151,7 @@ MTPC = [
     *((write(WEIGHTS, slice(end)), [UNREADABLE]) for end in (0, 7, 9, 100, -1)),
     (write(WEIGHTS, slice(None), end=b"\0"), [UNREADABLE]),
     (lambda folder: torch.save({"leaf_weight": torch.zeros(2)}, folder / WEIGHTS), [UNREADABLE]),
-    (unlink(CONFIG), [f"has no {CONFIG}"]),
+    (unlink(CONFIG), [CONFIG, "cannot be read (No such file"]),
     (write(CONFIG, b'{"model_type": "llama"}'), ["not a head's config"]),
     *((write(CONFIG, text), [CONFIG]) for text in (b"[]", b"null", b"{", b"")),
 ]
@@ -332,4 +332,4 @@ def test_missing_permission_is_one_line(folder: Path, open_folder: Path) -> None
     for name, message, result in zip(PLACES, lines[::2], lines[1::2], strict=True):
         assert message.startswith("vllm-mtpc: error: ") and str(places[name]) in message
         assert result == f"{places[name]} 1"
-        assert "chmod -R a+rX" in message or name != "folder"
+        assert "Permission denied" in message or name != "folder"

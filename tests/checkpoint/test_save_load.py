@@ -71,9 +71,9 @@ def draft_layers() -> DraftLayers:
 def test_draft_layers_are_saved_and_loaded_with_their_head(tmp_path, new_head):
     split = draft_layers()
     config, head = new_head(target=LLAMA, lora_layers=2)
-    save_head(tmp_path / "head", config, head, {}, "card", draft_layers=split)
+    save_head(tmp_path / "head", config, head, {}, "card", adapters=split.adapters)
     assert load_head(tmp_path / "head")[0] == config
-    loaded = DraftLayers.load(tmp_path / "head", split.target)
+    loaded = DraftLayers.load(check_tensors(tmp_path / "head", config), split.target)
     expected = split.state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
     assert json.loads((tmp_path / "head" / ADAPTER).read_text())["base_model_name_or_path"] == "../target"
@@ -91,7 +91,7 @@ def test_draft_layers_are_saved_and_loaded_with_their_head(tmp_path, new_head):
 def test_draft_layers_must_be_those_of_the_config_to_be_saved(tmp_path, new_head, has_layers, layers):
     config, head = new_head(target=LLAMA, lora_layers=layers)
     with pytest.raises(MtpcError, match=f"lora_layers={layers}"):
-        save_head(tmp_path / "head", config, head, {}, "card", draft_layers=draft_layers() if has_layers else None)
+        save_head(tmp_path / "head", config, head, {}, "card", adapters=draft_layers().adapters if has_layers else None)
     assert not (tmp_path / "head").exists()
 
 

@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     layers = random_layers(folder / "target", 1, scale=0.02)
     sizes = {"circuit": "btree", "window": 4, "num_components": 2, "target": target.config, "verifier": "../target"}
     config = HeadConfig.create(**sizes, lora_layers=1)
-    save_head(folder / "draft layers", config, build_head(config), {}, "made by a test", draft_layers=layers)
+    save_head(folder / "draft layers", config, build_head(config), {}, "made by a test", adapters=layers.adapters)
     texts = [prompt + backbones.Target(folder / "target", []).greedy(prompt, 6) for prompt in PROMPTS]
     backbones.fit(folder / "backbone", folder / "target", texts, steps=3)
     make_ptp_head(folder / "o-ptp", target, "o-ptp", 5, scale=0.01)

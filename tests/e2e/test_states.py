@@ -24,7 +24,7 @@ from tests.support.engine import TWO_RANKS, Call, Engine, Reply, ask, build, run
 from tests.support.heads import fit_head
 from tests.support.models import make_target, random_layers
 from tests.support.requests import ALL_DRAFTS, LONGEST, PROMPTS, SMALL, VOCAB
-from vllm_mtpc.checkpoint import load_head
+from vllm_mtpc.checkpoint import check_tensors, load_head
 from vllm_mtpc.cli import main
 from vllm_mtpc.heads.adapters import DraftLayers
 from vllm_mtpc.hf import load_target
@@ -111,7 +111,7 @@ def reference(head: Path, target: Path) -> Callable[[list[int], Tensor], tuple[T
     """
     config, made = load_head(head)
     if config.lora_layers:
-        layers = DraftLayers.load(head, load_target(target, torch.float32))
+        layers = DraftLayers.load(check_tensors(head, config), load_target(target, torch.float32))
     else:
         reader = backbones.Target(target, config.aux_hidden_state_layer_ids)
         reader.lend(made)

@@ -88,7 +88,8 @@ def test_measure_agrees_with_a_simulated_server(temperature, drafts):
     samples = replace(text, lengths=text.lengths - drafts)
     measured = evaluate.measure(head, target, samples, sampling, num_drafts=drafts)
     drafting = Rejection(head, sampling, torch.Generator().manual_seed(2), drafts)
-    texts = [decode(TableSession(target), prompt, drafting, length) for prompt in samples.prompts]
+    prompts = [row[:size] for row, size in zip(samples.tokens, samples.prompt_lengths.tolist(), strict=True)]
+    texts = [decode(TableSession(target), prompt, drafting, length) for prompt in prompts]
     served = counted(texts, drafts)
     noise = math.hypot(served.standard_error, measured.standard_error)
     assert abs(served.tokens_per_step - measured.tokens_per_step) < 3 * noise

@@ -21,7 +21,6 @@ from tests.support.tiny_ptp import continue_prompt, random_student
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint import save_ptp
 from vllm_mtpc.data.prompts import held_out
-from vllm_mtpc.data.sources import load_documents
 from vllm_mtpc.engine import served as engine
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.served import Served
@@ -219,22 +218,21 @@ def test_bad_requests_are_refused_before_anything_starts(given, message):
         arguments(HEAD, "--engine", "[]")
 
 
-def test_refusal_where_v2_cannot_run_is_one_line(ptp_head, monkeypatch):
+def test_refusal_of_the_engine_is_shown(ptp_head, monkeypatch, capsys):
     def refuse(engine, prompts, temperatures, max_tokens, log, **more):
         assert engine["speculative_config"]["method"] == "ptp" and more["seeds"] == [0, 1]
-        log.write_text("ServeConfigError: method 'ptp' on Model Runner V1: it drafts from token lists\n")
-        raise EngineFailed("the engine ended with exit code 1")
+        raise EngineFailed("the engine ended with exit code 1\nServeConfigError: method 'ptp' on Model Runner V1")
 
     monkeypatch.setattr(engine, "serve", refuse)
-    with pytest.raises(UsageError, match="Model Runner V2 alone") as caught:
+    with pytest.raises(UsageError, match="the end of its log is above"):
         doctor.run(arguments(ptp_head, "--prompts", "2", "--max-tokens", "12", "--device", "cpu"))
-    assert "\n" not in str(caught.value)
+    assert "method 'ptp' on Model Runner V1" in capsys.readouterr().err
 
 
 def test_vllm_serves_the_demo_as_predicted(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
-    report, record, log = tmp_path / "report.json", tmp_path / "served.jsonl", tmp_path / "vllm.log"
-    files = ("--json", str(report), "--record", str(record), "--log", str(log))
+    report, log = tmp_path / "report.json", tmp_path / "vllm.log"
+    files = ("--json", str(report), "--log", str(log))
     assert doctor.run(arguments(HEAD, "--prompts", "4", "--max-tokens", "48", *files)) == 0
     printed = capsys.readouterr().out
     assert "tokens/step:" in printed and "\nhealthy" in printed
@@ -246,8 +244,6 @@ def test_vllm_serves_the_demo_as_predicted(tmp_path, capsys, monkeypatch):
         assert comparison["text"]["tokens_differing"] == 0
         assert comparison["served"]["tokens_per_step"] > 1.5
     assert [comparison["temperature"] for comparison in found["comparisons"]] == [0.0, 1.0]
-    kept = load_documents([str(record)], None)  # four answers at each temperature, as data to train on
-    assert len(kept) == 8 and all(0 < trained.sum() <= 48 for _, trained in kept)
 
 
 @pytest.mark.slow

@@ -103,7 +103,7 @@ def test_saved_adapters_load_in_peft(target: Target, folder: Path, tmp_path: Pat
     with torch.no_grad():
         expected = model.base_model.model.model(TOKENS).last_hidden_state
     torch.testing.assert_close(split.draft(split.trunk(TOKENS)), expected, rtol=1e-5, atol=1e-5)
-    loaded = DraftLayers.load(tmp_path, target)
+    loaded = DraftLayers.load(split.adapters, target)
     assert torch.equal(loaded.draft(split.trunk(TOKENS)), split.draft(split.trunk(TOKENS)))
     assert (loaded.num_layers, loaded.adapters.rank, loaded.adapters.alpha) == (2, 4, 8)
 
@@ -139,8 +139,7 @@ def test_impossible_layers_are_refused(tmp_path: Path, make_target, sizes: dict,
 
 
 def test_adapters_of_another_target_are_refused(target: Target, tmp_path: Path, make_target) -> None:
-    for name, data in DraftLayers(target, 2).adapters.files("llama").items():
-        (tmp_path / name).write_bytes(data)
+    adapters = DraftLayers(target, 2).adapters
     other = load_target(make_target(tmp_path / "other", intermediate_size=64), attention="torch")
     with pytest.raises(HeadConfigError, match="name the target the head was trained for"):
-        DraftLayers.load(tmp_path, other)
+        DraftLayers.load(adapters, other)

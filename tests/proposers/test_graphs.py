@@ -127,7 +127,7 @@ def test_start_logs_runner_graphs_head_and_drafts_once(found: dict[str, Any]) ->
     eager, captured = [line for line in found["log"] if line.startswith("Model")]  # of five managers
     for line, graphs in ((eager, "NONE"), (captured, "6")):
         assert line.startswith(f"Model Runner V2, CUDA graphs of the target: NONE, of drafts: {graphs}; Mtpc")
-        assert "/head'" in line and "circuit='" in line and "by running requests: 4 at 1 to 3, 2 at 4 to 5" in line
+        assert "/head'" in line and "by running requests: [[1, 3, 4], [4, 5, 2]" in line
 
 
 def test_replayed_draft_equals_the_eager_one(found: dict[str, Any]) -> None:

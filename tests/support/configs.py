@@ -22,7 +22,7 @@ def write_head(folder: Path, target: dict[str, Any], **settings: Any) -> None:
     head = build_head(config)
     if head.token_target is not None:  # 0 before training
         torch.nn.init.normal_(head.token_target, std=5.0)
-    layers = random_layers(folder.parent / "target", config.lora_layers) if config.lora_layers else None
+    layers = random_layers(folder.parent / "target", config.lora_layers).adapters if config.lora_layers else None
     save_head(folder, config, head, {"command": "tests"}, "made by a test", torch.float32, layers)
 
 

@@ -34,17 +34,9 @@ def is_head(folder: Path) -> bool:
     return head_method(folder) is not None
 
 
-def file_exists(folder: Path, name: str) -> bool:
-    """Return whether a folder has the file `name`. Raises CheckpointError where the user has no permission to look."""
-    try:
-        return (folder / name).is_file()
-    except PermissionError:
-        raise CheckpointError(f"{folder}: permission denied; its owner types: chmod -R a+rX {folder}") from None
-
-
 def require_weights(folder: Path, name: str) -> Path:
     """Return the path of the weight file `name` of a head. Raises CheckpointError if it is missing."""
-    if file_exists(folder, name):
+    if (folder / name).is_file():
         return folder / name
     pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
     found = f" (found {', '.join(pickled)}: pickled weights are never loaded)" if pickled else ""
@@ -133,20 +125,15 @@ def hub_name(name: str) -> str | None:
     return name if _TARGET_NAME.fullmatch(name) else None
 
 
-def verifier_path(folder: Path, name: str) -> str | None:
-    """Return the absolute path of a head's target, relative to the head's folder; None for a hub name."""
-    return None if hub_name(name) else os.path.realpath(folder / name)
-
-
 def resolve_verifier(folder: Path, name: str) -> str:
     """Return the target that the config of the head in `folder` names, for vLLM: a folder that exists, or a hub name.
 
     Raises:
         CheckpointError: The folder does not exist, is outside of the head's repository, or has the form of a hub name.
     """
-    path = verifier_path(folder, name)
+    path = os.path.realpath(folder / name)
     given = f"{folder}: its {CONFIG_FILE} names the target {name!r}"
-    if path is None:
+    if hub_name(name):
         if os.path.lexists(folder / name):
             remedy = f"write './{name}' if it is the target, else delete the folder"
             raise CheckpointError(f"{given}, a name on the hub, and a folder of that name is in the head; {remedy}")

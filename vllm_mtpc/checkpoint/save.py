@@ -20,7 +20,7 @@ from vllm_mtpc.config.base import AnyHeadConfig
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.files import replacing
-from vllm_mtpc.heads.adapters import Adapters, DraftLayers
+from vllm_mtpc.heads.adapters import Adapters
 from vllm_mtpc.heads.base import Head
 
 
@@ -31,7 +31,7 @@ def save_head(
     provenance: dict[str, Any],
     card: str,
     dtype: torch.dtype = torch.float16,
-    draft_layers: DraftLayers | Adapters | None = None,
+    adapters: Adapters | None = None,
 ) -> None:
     """Write the folder of an MtPC head. Files of an earlier head are replaced once all new ones are complete.
 
@@ -42,15 +42,14 @@ def save_head(
         provenance: For `provenance.json`; package versions are added.
         card: The text of `README.md`.
         dtype: Of the head's tensors on disk. Adapters are saved in float32.
-        draft_layers: Those the head was trained with, `config.lora_layers` of them.
+        adapters: Of the draft layers that the head was trained with, `config.lora_layers` of them.
 
     Raises:
         CheckpointError: `load_head` would reject the weights. Nothing is written.
     """
     folder = Path(folder)
-    adapters = draft_layers.adapters if isinstance(draft_layers, DraftLayers) else draft_layers
     if (given := adapters.num_layers if adapters else 0) != config.lora_layers:
-        found = f"the config has lora_layers={config.lora_layers}, but draft_layers has {given}"
+        found = f"the config has lora_layers={config.lora_layers}, but the adapters have {given}"
         raise CheckpointError(f"{folder}: not saved: {found}; pass the draft layers the head was trained with")
     tensors = to_save(folder, head.state_dict(), dtype)
     if adapters:

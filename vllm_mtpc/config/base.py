@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from vllm_mtpc.errors import HeadConfigError, validate
+from vllm_mtpc.heads import MAX_LIST, MAX_WIDTH
 
 if TYPE_CHECKING:
     from typing import Self
 
 FORMAT_VERSION = 2
 SPECULATORS_VERSION = "0.9.0"  # of the package whose schema the file follows
-# Larger than any model, as all bounds here. They bound a damaged config, which is then rejected by its shapes.
-MAX_HIDDEN_SIZE = 2**17
-MAX_LIST = 16  # entries of a list
 
 # The keys of a target's config that are copied into its head's.
 TARGET_KEYS = (
@@ -44,22 +42,17 @@ class Verifier(_Strict):
     """The target by speculators' name."""
 
     name_or_path: str = Field(
-        min_length=1, max_length=1024, description="The target: a hub name, or a path relative to the head's folder."
+        max_length=1024,
+        pattern=r"^[^\p{C}\p{Zl}\p{Zp}]+$",  # printable
+        description="The target: a hub name, or a path relative to the head's folder.",
     )
     architectures: list[str] = Field(max_length=MAX_LIST, description="The target's model classes.")
-
-    @field_validator("name_or_path")
-    @classmethod
-    def _can_be_shown(cls, value: str) -> str:
-        if not value.isprintable():
-            raise ValueError("a name or path of printable characters is expected; correct it")
-        return value
 
 
 class SpeculatorsConfig(_Strict):
     """The section of `config.json` that speculators defines."""
 
-    algorithm: str = Field(description="Same as speculators_model_type.")
+    algorithm: Literal["mtpc", "ptp"] = Field(description="Same as speculators_model_type.")
     default_proposal_method: Literal["greedy"] = Field(description="The only one that exists.")
     proposal_methods: list[ProposalMethod] = Field(min_length=1, max_length=MAX_LIST, description="The first is used.")
     verifier: Verifier = Field(description="The model this head was trained for.")
@@ -80,7 +73,7 @@ class AnyHeadConfig(_Strict):
     format_version: int = Field(description="Version of this format.")
     window: int = Field(ge=2, description="n, tokens of a window, x_1 included.")
     vocab_size: int = Field(ge=1, le=2**22, description="V, size of the target's vocabulary.")
-    hidden_size: int = Field(ge=1, le=MAX_HIDDEN_SIZE, description="D, width of the hidden state.")
+    hidden_size: int = Field(ge=1, le=MAX_WIDTH, description="D, width of the hidden state.")
     trained_temperature: float = Field(gt=0, allow_inf_nan=False, description="Temperature of the training text.")
     trained_top_k: int = Field(ge=0, description="Top-k of that text; 0: off.")
     trained_top_p: float = Field(gt=0, le=1, description="Top-p of that text; 1: off.")
@@ -111,11 +104,6 @@ class AnyHeadConfig(_Strict):
 
     @model_validator(mode="after")
     def _drafts_fit(self) -> AnyHeadConfig:
-        if (named := self.speculators_config.algorithm) != self.speculators_model_type:
-            raise ValueError(
-                f"speculators_config.algorithm = {named!r}; allowed: {self.speculators_model_type!r}, as "
-                "in speculators_model_type; correct one of them"
-            )
         drafts = self.num_speculative_tokens
         if drafts > self.window - 1:
             raise ValueError(

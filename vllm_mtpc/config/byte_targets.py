@@ -21,20 +21,10 @@ class ByteLlamaConfig(LlamaConfig):
 
     model_type = "tpu_llama"
 
-    def __init__(
-        self,
-        expand_input_ids: bool = False,
-        expand_input_ids_maxlen: int | None = None,
-        expand_input_ids_vocab_size: int | None = None,
-        add_qk_norm: bool = False,
-        **llama: Any,
-    ) -> None:
-        self.expand_input_ids = expand_input_ids
-        self.expand_input_ids_maxlen = expand_input_ids_maxlen
-        self.expand_input_ids_vocab_size = expand_input_ids_vocab_size
-        self.add_qk_norm = add_qk_norm
-        llama.pop(TABLE, None)
-        super().__init__(**llama)
+    def __init__(self, **given: Any) -> None:
+        given.pop(TABLE, None)
+        sizes = dict.fromkeys(("expand_input_ids_maxlen", "expand_input_ids_vocab_size"))
+        super().__init__(**{"expand_input_ids": False, "add_qk_norm": False} | sizes | given)
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(self, name, known_ids(getattr(self, name, None), self.vocab_size))
 
@@ -87,6 +77,7 @@ _DEFAULTS = {  # EvaByte-6.5B
     "rms_norm_eps": 1e-5,
     "rope_theta": 100000.0,
     "hidden_act": "silu",
+    "tie_word_embeddings": False,
 }
 
 
@@ -95,18 +86,11 @@ class EvaByteConfig(PretrainedConfig):
 
     model_type = "evabyte"
 
-    def __init__(
-        self,
-        num_key_value_heads: int | None = None,
-        rope_parameters: dict[str, Any] | None = None,
-        tie_word_embeddings: bool = False,
-        **others: Any,
-    ) -> None:
-        for name, default in _DEFAULTS.items():
-            setattr(self, name, others.pop(name, default))
-        self.num_key_value_heads = num_key_value_heads or self.num_attention_heads
-        self.rope_parameters = rope_parameters or {"rope_type": "default", "rope_theta": self.rope_theta}
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **others)
+    def __init__(self, **given: Any) -> None:
+        values = _DEFAULTS | given
+        values["num_key_value_heads"] = values.get("num_key_value_heads") or values["num_attention_heads"]
+        rope = {"rope_type": "default", "rope_theta": values["rope_theta"]}
+        super().__init__(**values | {"rope_parameters": values.get("rope_parameters") or rope})
 
 
 def check_evabyte(config: EvaByteConfig) -> None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from vllm_mtpc.config.base import MAX_HIDDEN_SIZE, AnyHeadConfig
+from vllm_mtpc.config.base import AnyHeadConfig
+from vllm_mtpc.heads import MAX_WIDTH
 
 if TYPE_CHECKING:
     from typing import Self
@@ -36,10 +37,10 @@ class PtpConfig(AnyHeadConfig):
     u_embedding: str = Field(description="Name of the embedding of u (vllm_mtpc.heads.ptp.embedding).")
     u_features: int | None = Field(None, description="Number of features or rows of the embedding.")
     u_hidden: int | None = Field(
-        None, ge=1, le=MAX_HIDDEN_SIZE, description="Embeddings with -mlp: width of the hidden layer."
+        None, ge=1, le=MAX_WIDTH, description="Embeddings with -mlp: width of the hidden layer."
     )
     late_width: int | None = Field(
-        None, ge=1, le=MAX_HIDDEN_SIZE, description="Variant late: width of its network, after the final norm."
+        None, ge=1, le=MAX_WIDTH, description="Variant late: width of its network, after the final norm."
     )
     distribution_trust: float | None = Field(
         None,
@@ -48,7 +49,7 @@ class PtpConfig(AnyHeadConfig):
         description="Variant late: trust in its distributions when u picks the draft from them "
         "(vllm_mtpc.heads.ptp.distribution).",
     )
-    lora_rank: int = Field(ge=1, le=MAX_HIDDEN_SIZE, description="r of the adapters of every layer of the target.")
+    lora_rank: int = Field(ge=1, le=MAX_WIDTH, description="r of the adapters of every layer of the target.")
     lora_alpha: float = Field(gt=0, allow_inf_nan=False, description="The adapters' update is alpha / r * B A.")
     accepted: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] | None = Field(
         None,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from vllm_mtpc.checkpoint import load_head
+from vllm_mtpc.checkpoint.load import load_head, read_adapters
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.engine.served import Served
 from vllm_mtpc.errors import UsageError
@@ -47,7 +47,8 @@ class MtpcEvaluator(Evaluator):
     def attach(cls, folder: Path, target: Target) -> MtpcEvaluator:
         config, head = load_head(folder, device=target.device)
         bind(head, target)
-        return cls(folder, config, head, target, DraftLayers.load(folder, target) if config.lora_layers else None)
+        layers = DraftLayers.load(read_adapters(folder, config), target) if config.lora_layers else None
+        return cls(folder, config, head, target, layers)
 
     @staticmethod
     def serving(args: Namespace, config: HeadConfig, num_drafts: int, max_num_seqs: int) -> dict[str, Any]:

@@ -38,8 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from pydantic import TypeAdapter
-    from rich.table import Table
-    from rich.text import Text
 
     from vllm_mtpc.data.sources import load_documents
     from vllm_mtpc.engine import provenance
@@ -50,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     from vllm_mtpc.families import FAMILIES
     from vllm_mtpc.flags import check_positive
     from vllm_mtpc.hf import check_length
-    from vllm_mtpc.report import check_file, console, write_json
+    from vllm_mtpc.report import check_file, print_table, write_json
 
     check_positive(args, "sequences", "prompt_tokens", "new_tokens", "batch")
     check_file(args.json)
@@ -68,14 +66,10 @@ def run(args: argparse.Namespace) -> int:
     texts = prompts(documents, args.sequences, args.prompt_tokens, args.seed)
     check_length(target.name, target.config, texts, args.new_tokens + drafts, "--new-tokens")
     results = [evaluator.measure(texts, temperature, drafts, args) for temperature in args.temperature]
-    table = Table("", title=Text(f"{evaluator.title(drafts)}\non {target.name}"), title_justify="left")
-    for result in results:
-        table.add_column(f"T={result.temperature:g}", justify="right")
-    columns = list(map(evaluator.rows, results))
-    for name in columns[0]:
-        table.add_row(name, *(column[name] for column in columns))
-    for part in (table, Text(DEFINITIONS), *map(Text, evaluator.warnings(results))):
-        console().print(part)
+    columns, header = list(map(evaluator.rows, results)), ["", *(f"T={result.temperature:g}" for result in results)]
+    lines = [[name, *(column[name] for column in columns)] for name in columns[0]]
+    print_table(f"{evaluator.title(drafts)}\non {target.name}", header, lines)
+    print(DEFINITIONS, *evaluator.warnings(results), sep="\n")
     if args.json:
         report = {
             **provenance.collect(),

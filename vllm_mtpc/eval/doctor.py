@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -13,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from vllm_mtpc.errors import SETUP, EngineFailed, UsageError
 from vllm_mtpc.eval.command import add_head
 from vllm_mtpc.flags import check_positive, json_object
-from vllm_mtpc.report import check_file, console, write_json
+from vllm_mtpc.report import check_file, print_table, write_json
 
 if TYPE_CHECKING:
     from vllm_mtpc.engine.served import Served
-    from vllm_mtpc.eval.evaluator import Asked, Comparison, Evaluator
+    from vllm_mtpc.eval.evaluator import Asked, Comparison
 
 MAX_NUM_SEQS = 16
 PROMPT_BYTES = 1 << 16  # of data read for each prompt
@@ -37,8 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--engine", type=json_object, default={}, metavar="JSON", help=more)
     add("--log", type=Path, metavar="FILE", help="write vLLM's log to this file")
     add("--json", type=Path, metavar="FILE", help="write the findings to this file as well")
-    recorded = "write the served responses to this file (.jsonl), as data for vllm-mtpc train"
-    add("--record", type=Path, metavar="FILE", help=recorded)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,7 +59,7 @@ def diagnose(args: argparse.Namespace) -> list[Comparison]:
         MtpcError: the head or its target cannot be loaded.
     """
     check_positive(args, "prompts", "prompt_tokens", "max_tokens")
-    for name in ("json", "log", "record"):
+    for name in ("json", "log"):
         check_file(getattr(args, name), f"--{name}")
     if importlib.util.find_spec("vllm") is None:
         raise UsageError(f"vllm is not installed, and doctor serves with it; type: {SETUP}")
@@ -94,11 +91,7 @@ def diagnose(args: argparse.Namespace) -> list[Comparison]:
     temperature, top_k, top_p = family.default_sampling(config)
     seeds = [args.seed * len(prompts) + number for number in range(len(prompts))] if family.seeded else None
     asked = Asked(prompts, drafts, top_k, top_p, seeds, args.draft_pass)
-    served = _serve(args, engine, asked, args.temperature or [0.0, temperature], family)
-    if args.record:  # in the format of `vllm-mtpc regenerate`
-        pairs = [pair for one in served for pair in zip(asked.prompts, one.outputs, strict=True)]
-        lines = [json.dumps({"prompt_ids": list(prompt), "response_ids": answer}) for prompt, answer in pairs]
-        args.record.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    served = _serve(args, engine, asked, args.temperature or [0.0, temperature])
     # vLLM has ended, so its memory is free for the target. The dtype is the served one: only drafting can differ.
     evaluator = load(args.head, args.target, served[0].dtype, args.device)
     return [evaluator.compare(asked, one) for one in served]
@@ -142,10 +135,8 @@ def _prompts(args: argparse.Namespace, target: str, drafts: int) -> tuple[list[l
     return found, getattr(config, "max_position_embeddings", None) or sys.maxsize
 
 
-def _serve(
-    args: argparse.Namespace, engine: dict[str, Any], asked: Asked, temperatures: list[float], family: type[Evaluator]
-) -> list[Served]:
-    """Serve the prompts; raises UsageError, of one line where this machine does not serve the family."""
+def _serve(args: argparse.Namespace, engine: dict[str, Any], asked: Asked, temperatures: list[float]) -> list[Served]:
+    """Serve the prompts; raises UsageError after the end of vLLM's log."""
     from vllm_mtpc.engine.served import serve
 
     sampling = {"top_k": asked.top_k, "top_p": asked.top_p}
@@ -155,8 +146,6 @@ def _serve(
             prompts, limit = asked.prompts, args.max_tokens
             return serve(engine, prompts, temperatures, limit, log, sampling=sampling, seeds=asked.seeds)
         except EngineFailed as error:
-            if family.refusal and family.refusal in log.read_text(encoding="utf-8", errors="replace"):
-                raise UsageError(family.unserved) from None
             print(error, file=sys.stderr)
             raise UsageError(
                 "vLLM did not serve the head: the end of its log is above; correct the cause named there"
@@ -182,21 +171,16 @@ def _row(comparison: Comparison) -> dict[str, Any]:
 
 
 def _print(rows: list[dict[str, Any]], verdict: str) -> None:
-    from rich.table import Table
-
     from vllm_mtpc.engine.counters import DEFINITIONS
     from vllm_mtpc.eval.metrics import shown_shares
 
     title = "every draft verified, served by vLLM and predicted along the same text (steps that drafted)"
-    table = Table(title=title, title_justify="left")
-    for name in ("T", "", "tokens/step", "steps", "acceptance per position"):
-        table.add_column(name, justify="right" if name in ("T", "steps") else "left")
+    lines = []
     for row in rows:
         spreads = {"served": f"({row['difference']:+.1%})", "predicted": f"± {row['standard_error']:.3f}"}
         for name, spread in spreads.items():
             shown = f"{row[name]['tokens_per_step']:.3f} {spread}"
             positions = shown_shares(row[name]["per_position"])
-            table.add_row(f"{row['temperature']:g}", name, shown, f"{row['steps'][name]:.0f}", positions)
-    console().print(table)
-    for line in (DEFINITIONS, verdict):
-        console().print(line, markup=False)
+            lines.append([f"{row['temperature']:g}", name, shown, f"{row['steps'][name]:.0f}", positions])
+    print_table(title, ["T", "", "tokens/step", "steps", "acceptance per position"], lines)
+    print(DEFINITIONS, verdict, sep="\n")

@@ -97,8 +97,6 @@ class Evaluator(Protocol):
     config: Any  # of the family
     target: Target
     seeded: ClassVar[bool] = False  # served text is compared draft by draft, so requests need seeds
-    refusal: ClassVar[str | None] = None  # text in vLLM's log where the family cannot be served on this machine
-    unserved: ClassVar[str] = ""  # error message of `doctor` in this case
 
     @classmethod
     def attach(cls, folder: Path, target: Target) -> Evaluator:

@@ -49,11 +49,6 @@ class PtpEvaluator(Evaluator):
     target: Target
 
     seeded = True
-    refusal = "method 'ptp' on Model Runner V1"
-    unserved = (
-        "vLLM serves PTP heads on Model Runner V2 alone, which does not run here (it needs a GPU, or a CPU with "
-        "Triton); run doctor on a GPU, or type vllm-mtpc eval for a check without vLLM"
-    )
 
     @classmethod
     def attach(cls, folder: Path, target: Target) -> PtpEvaluator:

@@ -84,10 +84,6 @@ class Samples:
         """Input states of the head, [S, L - 1, D] or the shape of its draft layers."""
         return self.hidden if self.draft is None else self.draft
 
-    @property
-    def prompts(self) -> list[Tensor]:
-        return [row[:length] for row, length in zip(self.tokens, self.prompt_lengths.tolist(), strict=True)]
-
     def starts(self, num_drafts: int) -> tuple[Tensor, Tensor]:
         """Return where a server may start a step of K drafts: first position [S] and number of positions [S].
 

@@ -35,7 +35,7 @@ class Entry(NamedTuple):
     needs_lm_head: bool = False  # as `Head.needs_lm_head`
 
 
-MAX_WIDTH = 2**17  # larger than in any model
+MAX_WIDTH = 2**17  # larger than in any model: bounds reject a damaged config
 MAX_LIST = 16  # entries of a list
 RANK = Option("expander_rank", 64, "width of the low-rank expander", le=MAX_WIDTH)
 TOKENS = Option(

@@ -17,14 +17,12 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from vllm_mtpc.errors import HeadConfigError
-from vllm_mtpc.files import open_tensors, read_json
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -191,16 +189,14 @@ class DraftLayers(AdaptedLayers):
         return self._last_layers("verifier", trunk, documents)
 
     @classmethod
-    def load(cls, folder: Path | str, target: Any) -> DraftLayers:
-        """Load draft layers from a head's folder, whose files `vllm_mtpc.checkpoint.load_head` has checked.
+    def load(cls, adapters: Adapters, target: Any) -> DraftLayers:
+        """Return draft layers with the adapters of a head (`vllm_mtpc.checkpoint.load.read_adapters`).
 
         Raises:
             HeadConfigError: they are of another target.
         """
-        config = read_json(Path(folder) / ADAPTER_CONFIG_FILE)
-        split = cls(target, len(config["layers_to_transform"]), config["r"], config["lora_alpha"])
-        with open_tensors(Path(folder) / ADAPTER_WEIGHTS_FILE) as handle:
-            split.take_lora({name: handle.get_tensor(name) for name in handle.keys()})  # noqa: SIM118
+        split = cls(target, adapters.num_layers, adapters.rank, adapters.alpha)
+        split.take_lora(adapters.tensors)
         return split
 
     def _last_layers(self, view: str, trunk: Tensor, documents: Tensor | None) -> Tensor:

@@ -70,16 +70,15 @@ def _check_caches(vllm_config: VllmConfig) -> None:
     block = cache.block_size if cache.user_specified_block_size else 0
     unit = BLOCK if current_platform.is_cuda() else config.chunk_size
     wants_groups = vllm_config.scheduler_config.disable_hybrid_kv_cache_manager is False
-    window, heads, ranks = config.window_size, config.num_attention_heads, parallel.tensor_parallel_size
     if block % unit:
         raise ServeConfigError(
             f"--block-size {block} with EvaByte: a block holds whole chunks, and whole pages of summaries on a GPU; "
             f"allowed: multiples of {unit}; leave it out"
         )
-    if wants_groups and block and window % block:
+    if wants_groups and block and config.window_size % block:
         raise ServeConfigError(
             f"--no-disable-hybrid-kv-cache-manager with --block-size {block}: windows are freed as whole blocks; "
-            f"allowed: divisors of {window}; leave the block size out"
+            f"allowed: divisors of {config.window_size}; leave the block size out"
         )
     if cache.cache_dtype not in ("auto", "float16", "bfloat16"):
         raise ServeConfigError(
@@ -88,10 +87,6 @@ def _check_caches(vllm_config: VllmConfig) -> None:
         )
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ServeConfigError("context parallelism with EvaByte is not served; allowed: tensor parallelism")
-    if heads % ranks:
-        raise ServeConfigError(
-            f"--tensor-parallel-size {ranks} with EvaByte's {heads} heads; allowed: divisors of {heads}"
-        )
 
 
 class EvaByteTokenizer:

@@ -42,9 +42,6 @@ class PagedCache(nn.Module, AttentionLayerBase):
         num_heads: H.
         dtype: of the cache; None: PyTorch's default.
         tokens_per_state: the block size divided by N.
-
-    Raises:
-        ValueError: another layer has this name.
     """
 
     backend: type[AttentionBackend]
@@ -57,10 +54,7 @@ class PagedCache(nn.Module, AttentionLayerBase):
         self.num_heads, self.head_size, self.tokens_per_state = num_heads, head_size, tokens_per_state
         self.dtype = dtype or torch.get_default_dtype()
         self.kv_cache = torch.tensor([])
-        layers = get_current_vllm_config().compilation_config.static_forward_context
-        if prefix in layers:
-            raise ValueError(f"two attention layers are named {prefix}")
-        layers[prefix] = self
+        get_current_vllm_config().compilation_config.static_forward_context[prefix] = self
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return self.backend

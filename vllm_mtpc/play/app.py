@@ -121,11 +121,10 @@ class Play:
     async def switch(self, request: web.Request) -> web.Response:
         """Change the head of the server that the heads share."""
         head = self.heads[Chosen.model_validate_json(await request.read()).head]
-        if head.folder is None:
-            return web.json_response({"head": head.name})
         try:
-            async with answer(self.session, f"{head.url}/mtpc/head", json={"path": head.folder}):
-                pass
+            if head.folder is not None:
+                async with answer(self.session, f"{head.url}/mtpc/head", json={"path": head.folder}):
+                    pass
         except EngineFailed as error:
             return web.json_response({"error": str(error)}, status=502)
         return web.json_response({"head": head.name})

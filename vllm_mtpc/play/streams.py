@@ -115,12 +115,8 @@ def _pieces_of(choice: dict[str, Any], tokens: int) -> list[str]:
 
 
 def _message_of(text: str) -> str:
-    try:
-        body = json.loads(text)
-        error = body.get("error", body)
-        text = error.get("message", text) if isinstance(error, dict) else str(error)
-    except (ValueError, AttributeError):
-        pass
+    with contextlib.suppress(LookupError, TypeError, ValueError):
+        text = str(json.loads(text)["error"]["message"])
     return printable(" ".join(text.split()), 400)
 
 

@@ -132,7 +132,7 @@ class Student(AdaptedLayers):
         config: the head's PtpConfig.
 
     Raises:
-        HeadConfigError: the target has other layers than full attention, or other sizes than the config.
+        HeadConfigError: the target has other layers than full attention.
     """
 
     def __init__(self, target: Any, config: Any) -> None:
@@ -140,7 +140,7 @@ class Student(AdaptedLayers):
 
         super().__init__(target)
         AttentionInterface.register(IMPLEMENTATION, windows_attention)
-        backbone = _check_target(target, config)
+        backbone = _check_target(target)
         self.config, self.first_row = config, config.first_row  # the row of a window's first draft
         plain, adapted = (view_of(backbone, [_with_windows(layer) for layer in backbone.layers]) for _ in range(2))
         self.adapt(adapted, config.lora_rank, config.lora_alpha)
@@ -228,7 +228,7 @@ class Student(AdaptedLayers):
         return states.view(count, length, -1)
 
 
-def _check_target(target: Any, config: Any) -> nn.Module:
+def _check_target(target: Any) -> nn.Module:
     """The target's backbone; raises HeadConfigError if a PTP head cannot run on it."""
     backbone, text = layered_backbone(target), target.config
     of_all = "full_attention" if getattr(text, "sliding_window", None) is None else "sliding_attention"
@@ -243,12 +243,6 @@ def _check_target(target: Any, config: Any) -> nn.Module:
             f"target {target.name} has layers of kind {', '.join(sorted(others))}; a PTP head needs full_attention in "
             "every layer; name another target"
         )
-    sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "num_layers": len(backbone.layers)}
-    for name, size in sizes.items():
-        if size != (wanted := getattr(config, name)):
-            raise HeadConfigError(
-                f"target {target.name} has {name}={size}, the head was made for {wanted}; name its own target"
-            )
     return backbone
 
 

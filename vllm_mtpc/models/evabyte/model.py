@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
 from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
 from vllm.model_executor.utils import set_weight_attrs
 
@@ -47,7 +48,7 @@ class EvaByteAttention(LlamaAttention):
     def _per_head(self) -> nn.Parameter:
         """Return a parameter [1, H, 1, 1, D], as in the checkpoint, of this rank's heads."""
         parameter = nn.Parameter(torch.zeros(1, self.num_heads, 1, 1, self.head_dim), requires_grad=False)
-        set_weight_attrs(parameter, {"weight_loader": _load_heads})
+        set_weight_attrs(parameter, {"weight_loader": sharded_weight_loader(1)})
         return parameter
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
@@ -78,10 +79,3 @@ class EvaByteForCausalLM(LlamaForCausalLM):
         return super().load_weights(
             (name, weight[:rows] if name.endswith("lm_head.weight") else weight) for name, weight in weights
         )
-
-
-def _load_heads(parameter: nn.Parameter, loaded: Tensor) -> None:
-    """Load this tensor-parallel rank's heads of a tensor [1, H, 1, 1, D]."""
-    num_heads = parameter.shape[1]
-    first = get_tensor_model_parallel_rank() * num_heads
-    parameter.data.copy_(loaded[:, first : first + num_heads])
