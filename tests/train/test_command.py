@@ -7,7 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
@@ -117,7 +119,7 @@ def spread(place: Path, out: str, parallel: str, **changes: object) -> Path:
     if parallel == "ray":
         pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
         start = []
-    changes |= {"ray_workers": 2} if parallel == "ray" else {}
+    changes |= {"ray_workers": 2} if parallel == "ray" else {"parallel": parallel}
     words = [sys.executable, *start, "-m", "vllm_mtpc", "train", *flags(place, out, **changes)]
     environment = dict(os.environ, OMP_NUM_THREADS="1")
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=500)
@@ -130,7 +132,9 @@ def spread(place: Path, out: str, parallel: str, **changes: object) -> Path:
     [
         ("ddp", "linear"),
         pytest.param("ray", "linear", marks=pytest.mark.slow),
+        pytest.param("fsdp", "linear", marks=pytest.mark.slow),
         pytest.param("ddp", "backbone", marks=pytest.mark.slow),
+        pytest.param("fsdp", "backbone", marks=pytest.mark.slow),
     ],
 )
 def test_two_processes_train_as_one(place, parallel, head):
@@ -161,8 +165,8 @@ def test_two_processes_train_as_one(place, parallel, head):
         ({"data": "{place}/none*.jsonl"}, "none*.jsonl: no such file or folder"),
         ({"validation_data": "{place}/none.txt", "regenerate": 4}, "none.txt: no such file"),
         ({"out": "{place}/text.jsonl/head"}, "text.jsonl/head: cannot be written to (Not a directory)"),
-        ({"out": "{place}/shut", "regenerate": 4}, "shut: cannot be written to (no right to write to it)"),
-        ({"cache": "{place}/shut"}, "shut: cannot be written to (no right to write to it)"),
+        ({"out": "{place}/shut", "regenerate": 4}, "shut: cannot be written to (Permission denied)"),
+        ({"cache": "{place}/shut"}, "shut: cannot be written to (Permission denied)"),
         ({"expander_rank": 8}, "expander_rank=8 is not an option of head 'linear'"),
         ({"num_speculative_tokens": 4}, "at most 3 can be drafted"),
         ({"init_from": "{place}/small"}, "cannot start from a head of"),
@@ -187,8 +191,14 @@ def test_two_processes_train_as_one(place, parallel, head):
 )
 def test_options_are_checked_before_weights_are_loaded(place, capsys, monkeypatch, changes, message):
     (place / "shut").mkdir(exist_ok=True)
-    may = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).endswith("shut") and may(path, mode))
+    opened = tempfile.TemporaryFile
+
+    def refusing(dir: Path) -> IO[bytes]:
+        if dir.name == "shut":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(dir=dir)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refusing)
     (place / "keys.jsonl").write_text('{"prompt": "a"}\n')
     (place / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     if not (place / "small").exists():

@@ -86,7 +86,7 @@ def test_killed_run_resumes_bit_for_bit(tiny_target, tmp_path, case, monkeypatch
     assert len(losses(tmp_path / "killed")) == 8  # two of them after the state of step 6
     again = run(options_for(tiny_target, tmp_path / "killed", resume=True, **CASES[case]), tiny_target)
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
-    one, other = again.model.head.state_dict(), whole.model.head.state_dict()
+    one, other = again.weights(), whole.weights()
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vllm_mtpc.checkpoint import load_head, read_circuit_config, resolve_head, save_head
 from vllm_mtpc.circuits import get_circuit
@@ -73,6 +74,8 @@ class CircuitTrainer(Trainer):
             raise ValueError("train_first with head backbone, which is conditioned on x_1: remove train_first")
         if options.lora_layers and options.cache:
             raise ValueError("cache holds the target's last states, draft layers need earlier ones: leave out cache")
+        if options.lora_layers and options.parallel == "fsdp":
+            raise ValueError("parallel=fsdp with lora_layers: draft layers are trained with ddp; set parallel: ddp")
 
     @staticmethod
     def head_config(options: TrainOptions, target: Any, verifier: str, sizes: dict[str, Any]) -> HeadConfig:
@@ -143,6 +146,12 @@ class CircuitTrainer(Trainer):
         dtype = getattr(torch, self.options.dtype)
         adapters = self.layers and self.layers.adapters
         save_head(self.options.out, self.config, self.head, record, head_card(record), dtype, adapters)
+
+    def load_trained(self, weights: Mapping[str, Tensor]) -> None:
+        """As in Trainer."""
+        with torch.device("meta"):
+            self.head = build_head(self.config)
+        self.head.load_state_dict(weights, assign=True)
 
     def measure(self, samples: dict[str, Samples]) -> dict[str, Any]:
         """As in Trainer."""

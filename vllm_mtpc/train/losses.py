@@ -110,7 +110,7 @@ def zero_loss(model: nn.Module) -> Tensor:
 
 
 class Drafter(nn.Module):
-    """The trained module: the head and its draft layers. The target is no submodule: it is not trained."""
+    """The trained module: the head and its draft layers. The target is no submodule: it is not trained or sharded."""
 
     def __init__(self, head: Head, target: Target, options: TrainOptions, layers: DraftLayers | None = None) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ class TrainOptions(create_model("KindOptions", **option_fields())):  # type: ign
         "gamma": "Loss",
         "epochs": "Steps and optimiser",
         "seq_len": "Text and hidden states",
-        "ray_workers": "Processes",
+        "parallel": "Processes",
         "save_minutes": "Saving and measuring",
     }
 
@@ -91,6 +91,7 @@ class TrainOptions(create_model("KindOptions", **option_fields())):  # type: ign
     target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="of the target")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     attention: Literal["auto", "torch", "xformers"] = Field("auto", description="attention over packed rows")
+    parallel: Literal["ddp", "fsdp"] = Field("ddp", description="with several processes (torchrun, Ray)")
     ray_workers: int = Field(0, ge=0, description="run on Ray Train with this many workers; 0: in this process")
     save_minutes: float = Field(10.0, ge=0, description="between trainer states; the last one is kept")
     resume: bool = Field(False, description="go on from the trainer state in the out folder")

@@ -76,6 +76,7 @@ def train(options: TrainOptions, command: str | None = None, again: str = AGAIN)
         accelerator.wait_for_everyone()  # torchrun ends the other processes when one ends
         accelerator.end_training()
         raise SystemExit(128 + trainer.stopping.signal)
+    weights = trainer.weights()
     accelerator.end_training()  # the other processes do not wait for the evaluation
     if accelerator.is_main_process:
         peak = peak_memory_bytes(accelerator.device)
@@ -91,19 +92,22 @@ def train(options: TrainOptions, command: str | None = None, again: str = AGAIN)
             "peak_memory_bytes": max(line["peak_memory_bytes"] for line in lines),
             "processes": accelerator.num_processes,
         }
-        trainer.finish(prompts, run | ({"command": command} if command else {}))
+        trainer.finish(weights, prompts, run | ({"command": command} if command else {}))
     return options.out
 
 
 def make_accelerator(options: TrainOptions) -> Accelerator:
     """Return the devices and processes of the run, started by torchrun, Ray or alone."""
     from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
 
     device = choose_device(options.device)
     if options.device.startswith("cuda:"):
         torch.cuda.set_device(device)
+    is_fsdp = options.parallel == "fsdp"
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap") if is_fsdp else None
     # losses.py casts the head's products: the circuit stays in float32
-    return Accelerator(cpu=options.device.startswith("cpu"), mixed_precision="no")
+    return Accelerator(cpu=options.device.startswith("cpu"), mixed_precision="no", fsdp_plugin=plugin)
 
 
 def read_target(options: TrainOptions, device: torch.device) -> Target:

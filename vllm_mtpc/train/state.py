@@ -136,7 +136,8 @@ def use_plain_names(accelerator: Accelerator) -> None:
         weights[:] = [{name.removeprefix("module."): value for name, value in one.items()} for one in weights]
 
     def unwrap(models: list[Any], folder: str) -> None:
-        models[:] = map(accelerator.unwrap_model, models)
+        if not accelerator.distributed_type.endswith("FSDP"):
+            models[:] = map(accelerator.unwrap_model, models)
 
     accelerator.register_save_state_pre_hook(remove_prefix)
     accelerator.register_load_state_pre_hook(unwrap)

@@ -1,8 +1,8 @@
 """The trainer: model, windows, optimiser, steps, saved states and the measured head, for every family of heads.
 
 A step is the same set of windows for any number of processes: each process takes the windows of its rows, and every
-term is divided by the number of windows of the whole step. DDP averages gradients, so the loss is multiplied by the
-number of processes. A family is a subclass, named in `vllm_mtpc.families`.
+term is divided by the number of windows of the whole step. DDP and FSDP average gradients, so the loss is multiplied by
+the number of processes. A family is a subclass, named in `vllm_mtpc.families`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
 
 from vllm_mtpc.checkpoint.locate import verifier_name
 from vllm_mtpc.data.rows import Rows
@@ -44,6 +46,7 @@ BLOCK_BYTES = 1 << 30
 SEQUENCES, MIN_SEQUENCES = 64, 8  # default number of held-out texts, and the number that is always measured
 PROMPT_TOKENS = 32  # of a held-out prompt that is cut from text
 SEEDS = {"t1": 101, "t0": 102}
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False)
 
 
 def learning_rate(options: TrainOptions, step: int, steps: int, share: float = 0.0) -> float:
@@ -210,13 +213,19 @@ class Trainer(ABC):
         self._check_weights()
         state.save_state(self.folder, self.accelerator, self.step, self.options)
 
+    def weights(self) -> dict[str, Tensor]:
+        """Return the head's weights on the host, frozen ones included, gathered from all processes."""
+        weights = get_model_state_dict(self.model, options=FULL)
+        return {name.removeprefix("head."): value for name, value in weights.items() if name.startswith("head.")}
+
     def _check_weights(self) -> None:
         """Raise CheckpointError in every process unless weights and moments are finite."""
         held: list[Tensor] = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         held += [value for moments in self.optimizer.state.values() for value in moments.values()]
         invalid = torch.zeros((), dtype=torch.int64, device=self.accelerator.device)
         for value in held:
-            invalid += (~value.detach().isfinite().all()).to(invalid.device)
+            shard = value.to_local() if isinstance(value, DTensor) else value
+            invalid += (~shard.detach().isfinite().all()).to(invalid.device)
         if self.accelerator.reduce(invalid, "sum").item():
             raise self._diverged("weights or their moments are NaN or infinite")
 
@@ -254,6 +263,10 @@ class Trainer(ABC):
     def save(self, results: Mapping[str, Any], run: Mapping[str, Any]) -> None:
         """Write the head's folder with the results known so far, their provenance and the card made from it."""
 
+    @abstractmethod
+    def load_trained(self, weights: Mapping[str, Tensor]) -> None:
+        """Take the weights that `weights` returned."""
+
     def samplings(self) -> dict[str, Sampling]:
         """Return the sampling of the texts that the head is measured on, by name of the result."""
         return {"t1": Sampling(1.0), "t0": Sampling(0.0)}
@@ -266,9 +279,10 @@ class Trainer(ABC):
         """Return lines to print about the results."""
         return []
 
-    def finish(self, texts: list[Tensor], run: Mapping[str, Any]) -> None:
+    def finish(self, weights: Mapping[str, Tensor], texts: list[Tensor], run: Mapping[str, Any]) -> None:
         """Write the head, validate the written head, and write it again with its results and plots."""
         options, out = self.options, self.options.out
+        self.load_trained(weights)
         self.save({}, run)  # a failure below does not lose the head
         print(f"head written: {out} ({run['minutes']} minutes, {run['tokens_per_second']:,.0f} tokens/s)")
         results = self.validate(texts, 60 * run["minutes"] / 4) if texts else {}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vllm_mtpc.checkpoint import read_config, resolve_head
 from vllm_mtpc.checkpoint.locate import PROVENANCE_FILE
@@ -62,6 +63,8 @@ class PtpTrainer(Trainer):
         if options.baseline and options.variant == "independent":
             raise ValueError("baseline with variant 'independent': it is the baseline itself; remove baseline")
         loss_name(options)
+        if options.parallel == "fsdp":
+            raise ValueError("parallel=fsdp with head ptp: its adapters are trained with ddp; set parallel: ddp")
 
     @staticmethod
     def head_config(options: TrainOptions, target: Any, verifier: str, sizes: dict[str, Any]) -> PtpConfig:
@@ -117,6 +120,10 @@ class PtpTrainer(Trainer):
             config = config.model_copy(update={"accepted": results["t1"]["histogram"]})
         head = student.lora(), student.embedding
         save_ptp(self.options.out, config, *head, record, head_card(record, "ptp"), dtype, student.late)
+
+    def load_trained(self, weights: Mapping[str, Tensor]) -> None:
+        """As in Trainer."""
+        self.student.load_state_dict(weights)
 
     def samplings(self) -> dict[str, Sampling]:
         """Return the trained sampling, and greedy."""
