@@ -31,7 +31,7 @@ from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.base import DraftParams, Head
 from vllm_mtpc.hf import choose_device
-from vllm_mtpc.kernels.draft import naive
+from vllm_mtpc.kernels.draft import probabilities
 from vllm_mtpc.kernels.pick.naive import of_mass
 from vllm_mtpc.report import check_file, print_table, write_json
 
@@ -214,7 +214,7 @@ def draw_by_definition(head: Head, temperature: float, given: DraftParams) -> Te
             return log_q.argmax(dim=-1)
         return of_mass(torch.softmax(log_q / temperature, dim=-1), torch.rand(len(log_q), dtype=torch.float64))
 
-    return naive.draft(head.circuit.program, *given, pick=pick)
+    return probabilities.draft(head.circuit.program, *given, pick=pick)
 
 
 def backbone_pass(head: BackboneHead, first: Tensor, num_drafts: int) -> Callable[[], Tensor]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+BELOW_ONE = 1 - 2**-50  # times a sum in float64 it is below the sum
+
 
 def pick(logits: Tensor, u: Tensor) -> Tensor:
     """Return the tokens [T] int64 of logits [T, V] float32 and u [T] float32 in [0, 1)."""
@@ -21,7 +23,5 @@ def pick(logits: Tensor, u: Tensor) -> Tensor:
 def of_mass(mass: Tensor, u: Tensor) -> Tensor:
     """Return the tokens [T] int64 of masses [T, V], not negative and not all 0, and u [T] in [0, 1)."""
     cumulative = mass.cumsum(dim=-1, dtype=torch.float64)
-    whole = cumulative[:, -1:].contiguous()
-    token = torch.searchsorted(cumulative, u.double()[:, None] * whole, right=True)
-    last = torch.searchsorted(cumulative, whole)  # rounding may leave none above
-    return torch.minimum(token, last)[:, 0].clamp(max=mass.shape[1] - 1)
+    level = u.double().clamp(max=BELOW_ONE)[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, level, right=True)[:, 0].clamp(max=mass.shape[1] - 1)  # in a row of NaN

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 
 from vllm_mtpc.heads.base import Head
-from vllm_mtpc.kernels.draft import naive
+from vllm_mtpc.kernels.draft import naive, probabilities
 from vllm_mtpc.kernels.pick.naive import of_mass
 from vllm_mtpc.proposers.config.request_options import max_drafts
 from vllm_mtpc.proposers.config.switches import DEBUG, is_on
@@ -202,8 +203,9 @@ class MtpcProposer:
             u = torch.rand(batch, num_drafts, dtype=torch.float64, device=hidden.device)
             pick = self._make_sampler(u, sampling_metadata.temperature, seeds, masks.unmasked, runner.couples)
             runner._draft_probs, runner._draft_prob_req_ids = self.draft_probs[:batch], names.copy()
-        program, shard = self.model.circuit.program, self.model.leaf_shard
-        drafts = naive.draft(program, *params, pick=masks.around(pick), shard=shard).tolist()
+        shard = self.model.leaf_shard
+        draft = probabilities.draft if shard is None else partial(naive.draft, shard=shard)
+        drafts = draft(self.model.circuit.program, *params, pick=masks.around(pick)).tolist()
         masks.rewind()
         return drafts, masks.lengths
 

@@ -16,7 +16,7 @@ from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.base import DraftParams, Head
 from vllm_mtpc.heads.linear import LinearHead
-from vllm_mtpc.kernels.draft import naive
+from vllm_mtpc.kernels.draft import naive, probabilities
 from vllm_mtpc.kernels.shard import Shard
 from vllm_mtpc.plan.draft_schedule import leaf_products
 
@@ -52,9 +52,9 @@ def test_draft_params_equal_their_definition(name: str, circuit: str, num_drafts
     found = head.draft_params(hidden, FIRST, num_drafts)
     assert found.evidence.dtype == torch.float32 and found.leaf.shape[:2] == (B, num_drafts)
     assert_same(found, defined(head, hidden, num_drafts))
-    drafts = naive.draft(head.circuit.program, *found, pick=lambda log_q, k: log_q.argmax(-1))
     wanted = head.circuit.greedy(head(hidden, num_drafts + 1), FIRST[:, None])[:, 1:]
-    assert torch.equal(drafts, wanted)
+    for draft in (naive.draft, probabilities.draft):
+        assert torch.equal(draft(head.circuit.program, *found, pick=lambda log_q, k: log_q.argmax(-1)), wanted)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -65,10 +65,10 @@ def test_token_conditioned_drafts_equal_greedy_decoding(name: str, circuit: str,
     hidden = read_by(head, 8)
     head.token_target *= 20  # so that it decides drafts of every head
     first = torch.arange(8) % V
-    drafts = naive.draft(
-        head.circuit.program, *head.draft_params(hidden, first, num_drafts), pick=lambda log_q, k: log_q.argmax(-1)
-    )
-    assert torch.equal(drafts, head.circuit.greedy(head(hidden, num_drafts + 1), first[:, None])[:, 1:])
+    given = head.draft_params(hidden, first, num_drafts)
+    drafts = head.circuit.greedy(head(hidden, num_drafts + 1), first[:, None])[:, 1:]
+    for draft in (naive.draft, probabilities.draft):
+        assert torch.equal(draft(head.circuit.program, *given, pick=lambda log_q, k: log_q.argmax(-1)), drafts)
     without = head.circuit.greedy(head(hidden, num_drafts + 1)._replace(bigram=None), first[:, None])[:, 1:]
     assert not torch.equal(drafts, without)
 

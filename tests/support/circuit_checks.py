@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from vllm_mtpc.circuits.conditionals import conditionals
 from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.base import Head
 from vllm_mtpc.heads.init import INHERITED_STAY, init_from_head
-from vllm_mtpc.kernels.draft import naive
+from vllm_mtpc.kernels.draft import naive, probabilities
 
 Case = tuple[str, Circuit, CircuitParams]  # a circuit's name, the circuit, parameters of a batch of 2
 # float32 keeps about 7 digits; log probabilities here stay above -40 and sum at most ~30 rounded terms.
@@ -43,19 +44,26 @@ def check_enumeration(case: Case) -> None:
         close(both[b], table.ravel()[(1, -2)[b]])
         along, state = circuit.conditional_log_probs(many, tokens), circuit.start(many)
         close(along.sum(dim=1), table.ravel())
-        trained, drafted = conditionals(circuit, many, tokens), draft_conditionals(circuit, many, tokens)
+        trained = conditionals(circuit, many, tokens)
+        drafted = [draft_conditionals(draft, circuit, many, tokens) for draft in (naive.draft, probabilities.draft)]
         for k in range(circuit.window):
             distribution = log_softmax(prefix_marginals(table, k + 1), axis=-1)  # [V] * (k + 1)
             close(along[:, k], distribution[tuple(tokens[:, : k + 1].T.numpy())])
             expected = distribution[tuple(tokens[:, :k].T.numpy())]  # k = 0: one row for all
-            found = [circuit.next_log_probs(many, state, k), trained[:, k], *([drafted[k - 1]] if k else [])]
+            found = [
+                circuit.next_log_probs(many, state, k),
+                trained[:, k],
+                *([log_q[k - 1] for log_q in drafted] if k else []),
+            ]
             for log_q in found:
                 close(log_q, np.broadcast_to(expected, (len(tokens), vocab)))
             state = circuit.observe(many, state, k, tokens[:, k])
 
 
-def draft_conditionals(circuit: Circuit, params: CircuitParams, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """What `kernels.draft.naive` draws the tokens after the first from, along tokens [B, n]."""
+def draft_conditionals(
+    draft: Callable[..., torch.Tensor], circuit: Circuit, params: CircuitParams, tokens: torch.Tensor
+) -> list[torch.Tensor]:
+    """What a function of `kernels.draft` draws the tokens after the first from, along tokens [B, n]."""
     found = []
 
     def follow(log_q: torch.Tensor, k: int) -> torch.Tensor:
@@ -64,7 +72,7 @@ def draft_conditionals(circuit: Circuit, params: CircuitParams, tokens: torch.Te
 
     evidence = evidence_of(params.leaf[:, :1], tokens[:, :1])[:, 0]
     logits = params.leaf[:, 1:] + 0.5  # any constant
-    naive.draft(circuit.program, evidence, logits, params.root, params.inner, tokens[:, 0], params.bigram, pick=follow)
+    draft(circuit.program, evidence, logits, params.root, params.inner, tokens[:, 0], params.bigram, pick=follow)
     return found
 
 
