@@ -14,7 +14,7 @@ from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.draft.naive import Pick
 from vllm_mtpc.kernels.filter.program import Instruction, Op, Program
 
-TINY = torch.finfo(torch.float32).tiny
+TINY = torch.tensor(torch.finfo(torch.float32).tiny)
 
 
 def draft(
@@ -30,45 +30,39 @@ def draft(
 ) -> Tensor:
     """Draft K tokens [B, K] int64; arguments as in `naive.draft`, without a shard."""
     inner = inner_logits.float().softmax(dim=-1).unbind(1)
-    tiny = inner_logits.new_full((), TINY, dtype=torch.float32)
     message = evidence.softmax(dim=-1)[:, None]  # [B, 1, r]
-    weights, stack = _advance(program[0], root_logits.float().softmax(dim=-1)[:, None], [], message, inner, tiny)
-    weights, stack = _advance(program[1], weights, stack, message, inner, tiny)
+    weights, stack = _advance(program[0], root_logits.float().softmax(dim=-1)[:, None], [], message, inner)
+    weights, stack = _advance(program[1], weights, stack, message, inner)
     leaves, columns = leaf_logits.float().softmax(dim=-1).unbind(1), list[Tensor]()
     for k, leaf in enumerate(leaves):  # [B, r, V]
         if bigram is None:
-            q = torch.baddbmm(tiny, weights, leaf)[:, 0]
+            q = torch.baddbmm(TINY, weights, leaf)[:, 0]
         else:  # q(v) = sum_z w_z p_z(v) e(v) / sum_v' p_z(v') e(v')
             factors = bigram.bias(k, columns[-1] if k else first).softmax(dim=-1)
-            scale = torch.baddbmm(tiny, leaf, factors[..., None]).mT.reciprocal()  # [B, 1, r]
-            q = torch.baddbmm(tiny, weights * scale, leaf)[:, 0] * factors
+            scale = torch.baddbmm(TINY, leaf, factors[..., None]).mT.reciprocal()  # [B, 1, r]
+            q = torch.baddbmm(TINY, weights * scale, leaf)[:, 0] * factors
         columns.append(pick(q.log(), k))
         if k + 1 < len(leaves):
             message = leaf.gather(2, columns[-1].view(-1, 1, 1).expand(-1, leaf.shape[1], 1)).mT
             message = message if bigram is None else message * scale
-            weights, stack = _advance(program[k + 2], weights, stack, message, inner, tiny)
+            weights, stack = _advance(program[k + 2], weights, stack, message, inner)
     return torch.stack(columns, dim=1)
 
 
 def _advance(
-    instructions: Sequence[Instruction],
-    weights: Tensor,
-    stack: list[Tensor],
-    message: Tensor,
-    inner: Sequence[Tensor],
-    tiny: Tensor,
+    instructions: Sequence[Instruction], weights: Tensor, stack: list[Tensor], message: Tensor, inner: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
     """`filter.naive.advance` of probabilities [B, 1, r]; inner: [B, r, r] each. A factor of a message has no effect."""
     for op, index in instructions:
         if op == Op.CONDITION:
-            weights = torch.addcmul(tiny, weights, message).log().softmax(dim=-1)  # cheaper than a sum and a quotient
+            weights = torch.addcmul(TINY, weights, message).log().softmax(dim=-1)  # cheaper than a sum and a quotient
         elif op == Op.TRANSITION:
             weights = torch.bmm(weights, inner[index])
         elif op == Op.PUSH:
             stack.append(weights)
         elif op == Op.UPWARD:
-            message = torch.baddbmm(tiny, stack.pop() * message, inner[index].mT).log().softmax(dim=-1)
+            message = torch.baddbmm(TINY, stack.pop() * message, inner[index].mT).log().softmax(dim=-1)
         else:
-            weights = torch.addcmul(tiny, stack.pop(), message).log().softmax(dim=-1)
+            weights = torch.addcmul(TINY, stack.pop(), message).log().softmax(dim=-1)
             stack.append(message)
     return weights, stack

@@ -163,7 +163,7 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
             return "backbone_speculator.BackboneSpeculator"
         return "layered.LayeredSpeculator" if self.aux_layers else "speculator.MtpcSpeculator"
 
-    def describe_drafts(self, is_v2: bool) -> str:
+    def describe_drafts(self) -> str:
         drafts, ranges = self.num_speculative_tokens, self.num_speculative_tokens_per_batch_size
         if self.is_planned:
             return f"0 to {drafts} drafts per step, as measured costs and acceptance decide"

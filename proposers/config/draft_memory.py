@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_mtpc.kernels.draft import is_small
-
 if TYPE_CHECKING:
     from vllm_mtpc.heads.base import Head
 
@@ -45,8 +43,3 @@ def rows_at_once(
         padded = min((size for size in graph_sizes if batch <= size < len(drafts_by_batch)), default=batch)
         rows[drafts] = min(padded, max(1, LOGITS_BYTES // row_bytes[drafts]))
     return dict(sorted(rows.items(), key=lambda item: item[1] * row_bytes[item[0]], reverse=True))
-
-
-def divides_logits(head: Head, num_ranks: int) -> bool:
-    """Return whether each rank keeps its columns of the logits, which pays for large leaves."""
-    return num_ranks > 1 and not is_small(head.circuit.num_components, head.vocab_size)

@@ -1,4 +1,4 @@
-"""Counts of steps and pruned drafts, from the worker to vLLM's log and `/metrics`, and the comparison of ranks' drafts.
+"""Counts of steps and pruned drafts, from the worker to vLLM's log and `/metrics`.
 
 On V1 the output of a step carries the pruned drafts to the scheduler; on V2 the scheduler computes them
 (patches/scheduler.py). Tokens/step is over all steps, also those without drafts.
@@ -7,17 +7,12 @@ On V1 the output of a step carries the pruned drafts to the scheduler; on V2 the
 from __future__ import annotations
 
 import time
-import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from itertools import compress
 from typing import Any
 
-import torch
-from vllm.distributed import get_tp_group
-
 from vllm_mtpc import METHODS
-from vllm_mtpc.proposers.config.switches import DEBUG
 
 # Reasons why a draft was not verified: fewer were planned or scheduled, its cumulative acceptance was too small, the
 # step had no room for it (token budget, length, a grammar), or the request asked for fewer.
@@ -74,20 +69,6 @@ def attach_counts(output: Any, drafter: Any) -> Any:
         setattr(made, PRUNED, dict(drafter.pruned))
         drafter.pruned.clear()
     return output
-
-
-def check_ranks(drafts: list[list[int]]) -> None:
-    """Raise RuntimeError on every rank unless all tensor-parallel ranks have the same drafts."""
-    group = get_tp_group()
-    if group.world_size == 1:
-        return
-    own = torch.tensor([zlib.crc32(repr(drafts).encode())])
-    sums = [torch.empty_like(own) for _ in range(group.world_size)]
-    torch.distributed.all_gather(sums, own, group=group.cpu_group)
-    found = [f"{int(one):08x}" for one in sums]
-    if len(set(found)) > 1:
-        text = f"checksums by rank: {', '.join(found)}; rank {group.rank_in_group} drafted {drafts}"
-        raise RuntimeError(f"{DEBUG}: the tensor-parallel ranks have drafted different tokens ({text})")
 
 
 def logging_class(original: Any) -> type:

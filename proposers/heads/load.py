@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
+    get_tp_group,
     model_parallel_is_initialized,
     tensor_model_parallel_all_gather,
 )
@@ -21,10 +22,12 @@ from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads.base import Head
 from vllm_mtpc.heads.linear import LinearHead, pays
+from vllm_mtpc.kernels.draft import is_small
 from vllm_mtpc.kernels.shard import Shard
-from vllm_mtpc.proposers.config.draft_memory import divides_logits
-from vllm_mtpc.proposers.config.switches import logger
-from vllm_mtpc.proposers.heads.ranks import succeed_together
+from vllm_mtpc.proposers.config.switches import logger, reason
+
+Made = TypeVar("Made")
+_gather = partial(tensor_model_parallel_all_gather, dim=0)
 
 
 def log_drafts(vllm_config: Any, graphs: str) -> None:
@@ -32,7 +35,7 @@ def log_drafts(vllm_config: Any, graphs: str) -> None:
     spec, is_v2 = vllm_config.speculative_config, vllm_config.use_v2_model_runner
     mode = vllm_config.compilation_config.cudagraph_mode.name
     line = f"Model Runner V{1 + is_v2}, CUDA graphs of the target: {mode}, of drafts: {graphs}; {spec!r}"
-    init_logger(logger.name).info_once("%s; %s", line, spec.describe_drafts(is_v2), scope="global")
+    init_logger(logger.name).info_once("%s; %s", line, spec.describe_drafts(), scope="global")
 
 
 def load_served_head(
@@ -53,10 +56,28 @@ def load_served_head(
     """
     config, head = succeed_together(partial(_load, folder, dtype, device, head_dtype, num_drafts))
     if head.needs_lm_head:  # runs collectives
-        is_divided = divides_logits(head, _num_ranks())
+        is_divided = _num_ranks() > 1 and not is_small(head.circuit.num_components, head.vocab_size)
         own = _own_columns(target_model, target_dtype, config) if is_divided else None
         head.bind_lm_head(*own or (_lm_head(target_model.compute_logits, target_dtype, config.vocab_size),))
     return head
+
+
+def succeed_together(call: Callable[[], Made]) -> Made:
+    """Return the result of `call` once it has returned on every rank; raise its error, or that of another rank."""
+    if not model_parallel_is_initialized() or (group := get_tp_group()).world_size == 1:
+        return call()
+    made, error = None, None
+    try:
+        made = call()
+    except Exception as raised:
+        error = raised
+    lines: list[str | None] = [None] * group.world_size
+    torch.distributed.all_gather_object(lines, error and reason(error), group=group.cpu_group)
+    if error is not None:
+        raise error
+    if failed := next((f"on rank {rank}: {line}" for rank, line in enumerate(lines) if line), None):
+        raise RuntimeError(failed)
+    return cast(Made, made)
 
 
 def _load(
@@ -91,10 +112,6 @@ def weights_dtype(head_dtype: str, default: torch.dtype) -> torch.dtype:
 
 def _num_ranks() -> int:
     return get_tensor_model_parallel_world_size() if model_parallel_is_initialized() else 1
-
-
-def _gather(own: Tensor) -> Tensor:
-    return tensor_model_parallel_all_gather(own, dim=0)
 
 
 @torch.inference_mode()

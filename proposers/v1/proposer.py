@@ -20,8 +20,6 @@ from vllm_mtpc.heads.base import Head
 from vllm_mtpc.kernels.draft import naive, probabilities
 from vllm_mtpc.kernels.pick.naive import of_mass
 from vllm_mtpc.proposers.config.request_options import max_drafts
-from vllm_mtpc.proposers.config.switches import DEBUG, is_on
-from vllm_mtpc.proposers.heads.counts import check_ranks
 from vllm_mtpc.proposers.heads.grammar_masks import Grammars
 from vllm_mtpc.proposers.heads.load import load_served_head, log_drafts
 
@@ -100,7 +98,6 @@ class MtpcProposer:
         self.made: dict[str, int] = {}  # drafts by request that the scheduler received after the last step
         self.asked: dict[str, int] = {}  # by request that asked for fewer drafts than the engine makes
         self.pruned = Counter[str]()
-        self.is_debug = is_on(DEBUG, "0")
         self.grammars = Grammars(vllm_config, is_masking=spec.mask_drafts)
         if self.is_probabilistic:
             self.draft_probs = torch.zeros(max_num_reqs, self.num_drafts, spec.head.vocab_size, dtype=torch.float32)
@@ -184,8 +181,6 @@ class MtpcProposer:
             length = min(length, ends.get(row, num_drafts), early.get(row, num_drafts))
             drafts[row] = drafts[row][:length] if emitted[row] else []
         self.made = {name: len(tokens) for name, tokens in zip(names, drafts, strict=True)}
-        if self.is_debug:
-            check_ranks(drafts)
         return drafts
 
     def _generate_drafts(
@@ -204,7 +199,8 @@ class MtpcProposer:
             pick = self._make_sampler(u, sampling_metadata.temperature, seeds, masks.unmasked, runner.couples)
             runner._draft_probs, runner._draft_prob_req_ids = self.draft_probs[:batch], names.copy()
         shard = self.model.leaf_shard
-        draft = probabilities.draft if shard is None else partial(naive.draft, shard=shard)
+        is_fast = shard is None and hidden.device.type == "cpu"
+        draft = probabilities.draft if is_fast else partial(naive.draft, shard=shard)
         drafts = draft(self.model.circuit.program, *params, pick=masks.around(pick)).tolist()
         masks.rewind()
         return drafts, masks.lengths

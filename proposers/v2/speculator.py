@@ -43,9 +43,7 @@ from vllm_mtpc.kernels.filter import MAX_COMPONENTS
 from vllm_mtpc.kernels.leaf.kernel import batches
 from vllm_mtpc.plan.draft_schedule import expand_schedule
 from vllm_mtpc.proposers.config.draft_memory import rows_at_once
-from vllm_mtpc.proposers.config.switches import DEBUG, is_on
 from vllm_mtpc.proposers.config.versions import keys_noise_by_draft
-from vllm_mtpc.proposers.heads.counts import check_ranks
 from vllm_mtpc.proposers.heads.grammar_masks import Masks, StructuredRequests
 from vllm_mtpc.proposers.heads.load import kept, load_served_head, log_drafts, weights_dtype
 from vllm_mtpc.proposers.heads.swap import copy_tensors
@@ -158,7 +156,6 @@ class HeadSpeculator(DraftModelSpeculator):
         )
         ranges = self.speculative_config.num_speculative_tokens_per_batch_size
         self.drafts_by_batch = expand_schedule(ranges, self.max_num_reqs, self.num_speculative_steps)
-        self.is_debug = is_on(DEBUG, "0")
         self.graphs: DraftGraphs | None = None
         self.metadata: dict[str, Any] | None = None
         self.priorities = eager_priorities(vllm_config)
@@ -228,8 +225,6 @@ class HeadSpeculator(DraftModelSpeculator):
                 pos_ptr=self.first_pos,
             )
             self._draft_step(input_batch, states, num_sampled, num_drafts, dummy_run)
-            if self.is_debug and not dummy_run:
-                check_ranks(self.draft_tokens[:num_reqs, :num_drafts].tolist())
         if attn_metadata is not None:
             self._finish_step()
         return self.draft_tokens[:num_reqs]

@@ -104,18 +104,3 @@ def test_commands_of_the_documentation_are_accepted(root: Path, capsys: pytest.C
             if words[0] not in COMMANDS or named - options(_parser(words), words):
                 wrong.append(f"{file}: vllm-mtpc {' '.join(words)}")
     assert not wrong, "\n".join(wrong) + capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("for k in 0 1; do\n    python -m vllm_mtpc train --lora-layers $k --out X\ndone", 0),
-        ("vllm-mtpc eval HEAD --data X    # a comment\nvllm-mtpc evil HEAD", 1),
-        ("vllm-mtpc bench serve \\\n    --demo --jsn FILE | tail", 1),
-        ("""vllm serve X --speculative-config '{"method": "mtcp",\n "model": "H"}'""", 1),
-        ("scripts/setup.sh && scripts/sutep.sh; python -m benchmarks.swoop X", 2),
-    ],
-)
-def test_wrong_command_is_found(text: str, count: int, root: Path) -> None:
-    found = [wrong for words in commands_in(f"```bash\n{text}\n```\n") for wrong in problems(words, root)]
-    assert len(found) == count, found

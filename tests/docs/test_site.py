@@ -84,13 +84,6 @@ def test_links_of_the_markdown_lead_to_files_and_headings(root: Path) -> None:
     assert not broken_links(root, [*(file for place in places for file in place), *(root / "benchmarks").glob("*.md")])
 
 
-def test_broken_link_is_found(tmp_path: Path) -> None:
-    (tmp_path / "heads.md").write_text("# Heads\n\n## Circuits and heads\n")
-    text = "[a](no.md) [b](heads.md#no) [c](heads.md#circuits-and-heads) [d](heads.md)\n```\n[e](e.md)\n```\n"
-    (tmp_path / "page.md").write_text(text)
-    assert broken_links(tmp_path, [tmp_path / "page.md"]) == ["page.md: no.md", "page.md: heads.md#no"]
-
-
 PAGES = {"benchmarks/FEATURES.md": features, "tests/claims.md": claims}
 
 

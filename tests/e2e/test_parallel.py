@@ -10,7 +10,7 @@ import torch
 
 from tests.support.engine import TWO_RANKS, Engine, ask, build, run, run_with_plain
 from tests.support.models import make_head, make_ptp_head, make_target
-from tests.support.requests import ON, RUNNERS
+from tests.support.requests import ON
 from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads import build_head
@@ -71,14 +71,3 @@ def test_two_processes_write_the_text_of_one(folder: Path, models: str, options:
     assert two[0].tokens == one[0].tokens == plain[0].tokens
     assert two[1].tokens == one[1].tokens
     assert two[0].accepted > 0
-
-
-@TP
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_ranks_with_different_drafts_end_the_engine(folder: Path, runner: str) -> None:
-    """With MTPC_DEBUG=1; ranks that agree change nothing."""
-    sound = engine(folder / "small", MTPC, **TENSOR)
-    faulty = engine(folder / "small", MTPC, **TENSOR, worker_extension_cls="tests.support.workers.Differs")
-    found = run({"sound": sound, "faulty": faulty}, runner, fails=("faulty",), MTPC_DEBUG="1", **TWO_RANKS)
-    assert found["sound"][0].accepted > 0
-    assert "the tensor-parallel ranks have drafted different tokens" in found["faulty"]

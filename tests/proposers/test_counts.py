@@ -15,7 +15,7 @@ from vllm.v1.spec_decode import metrics
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_mtpc import plugin
-from vllm_mtpc.proposers.config.switches import AUTO, DEBUG
+from vllm_mtpc.proposers.config.switches import AUTO, SWAP
 from vllm_mtpc.proposers.heads import counts
 from vllm_mtpc.proposers.patches import patch, vllm_patches
 from vllm_mtpc.proposers.patches.patch import derived
@@ -36,7 +36,7 @@ def test_our_variables_are_no_part_of_vllms_compile_cache_key(monkeypatch: pytes
 
     plain = envs.compile_factors()
     assert not [name for name in plain if "MTPC" in name]
-    for variable in (AUTO, DEBUG):
+    for variable in (AUTO, SWAP):
         monkeypatch.setenv(variable, "1")
     assert envs.compile_factors() == plain
 

@@ -45,14 +45,12 @@ class BTree(Circuit):
 
     @cached_property
     def latents(self) -> Latents:
-        """As in Circuit."""
         above = {half: latent for region, latent in self.regions.items() for half in _halves(region)}
         parents = [above[region] for region in list(self.regions)[1:]]
         return Latents(parents, [above[k, k + 1] for k in range(self.window)])
 
     @cached_property
     def program(self) -> Program:
-        """As in Circuit."""
         program: list[list[Instruction]] = [[]]
         self._walk((0, self.window), program)
         program[-1] = []  # nothing is read after the last token

@@ -15,10 +15,8 @@ class CP(Circuit):
 
     @cached_property
     def latents(self) -> Latents:
-        """As in Circuit."""
         return Latents(parents=(), reads=(0,) * self.window)
 
     @cached_property
     def program(self) -> Program:
-        """As in Circuit."""
         return [[], *[[Instruction(Op.CONDITION)]] * (self.window - 1), []]

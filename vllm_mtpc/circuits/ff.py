@@ -16,10 +16,8 @@ class FullyFactorised(Circuit):
 
     @cached_property
     def latents(self) -> Latents:
-        """As in Circuit."""
         return Latents(parents=(), reads=(0,) * self.window)
 
     @cached_property
     def program(self) -> Program:
-        """As in Circuit."""
         return [[]] * (self.window + 1)

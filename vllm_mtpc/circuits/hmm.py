@@ -15,10 +15,8 @@ class HMM(Circuit):
 
     @cached_property
     def latents(self) -> Latents:
-        """As in Circuit."""
         return Latents(parents=range(self.window - 1), reads=range(self.window))
 
     @cached_property
     def program(self) -> Program:
-        """As in Circuit."""
         return [[], *([Instruction(Op.CONDITION), Instruction(Op.TRANSITION, k)] for k in range(self.window - 1)), []]

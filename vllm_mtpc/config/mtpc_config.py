@@ -70,7 +70,6 @@ class HeadConfig(Options):  # type: ignore[valid-type,misc]  # created from the 
 
     @classmethod
     def defaults(cls, window: int, target: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-        """As in the base class."""
         get_circuit(given["circuit"], window, given["num_components"])
         head = given.get("head", "linear")
         return {

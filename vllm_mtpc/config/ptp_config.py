@@ -100,7 +100,6 @@ class PtpConfig(AnyHeadConfig):
 
     @classmethod
     def defaults(cls, window: int, target: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-        """As in the base class."""
         from vllm_mtpc.heads.ptp.embedding import default_options
 
         name = given.get("u_embedding", "ieee")

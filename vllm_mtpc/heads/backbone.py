@@ -176,7 +176,6 @@ class BackboneHead(BorrowedLmHead):
         sample_from_anchor: bool,
         component_rank: int = 0,
     ) -> None:
-        """As in Head."""
         heads, size, eps = (backbone_heads, backbone_kv_heads, backbone_head_dim), self.hidden_size, backbone_eps
         layers = [Layer(size, *heads, backbone_width, eps) for _ in range(backbone_layers)]
         self.aux_layers, self.from_anchor = list(aux_hidden_state_layer_ids), sample_from_anchor
@@ -185,7 +184,6 @@ class BackboneHead(BorrowedLmHead):
         self._embedding: tuple[Callable[[Tensor], Tensor], ...] = ()  # in a tuple: neither submodule nor parameter
 
     def reset_leaves(self) -> None:
-        """As in Head."""
         self.backbone.reset_parameters()
         self.reset_components()
 
@@ -253,7 +251,6 @@ class BackboneHead(BorrowedLmHead):
 
     @property
     def hidden_dtype(self) -> torch.dtype:
-        """As in Head."""
         return self.backbone.fc.weight.dtype
 
     def sum_logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -270,7 +267,6 @@ class BackboneHead(BorrowedLmHead):
         return drafted if start else F.pad(drafted, (0, 0, 0, 0, 1, 0))
 
     def draft_leaves(self, hidden: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
-        """As in Head."""
         evidence = torch.zeros(len(hidden), self.circuit.num_components, device=hidden.device)  # equal for all z
         return evidence, self.unembed(hidden, 1, num_drafts + 1)
 

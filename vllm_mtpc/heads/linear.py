@@ -29,7 +29,6 @@ class LinearHead(Head):
     noise_in = "leaf_weight"
 
     def add_leaves(self) -> None:
-        """As in Head."""
         n, r = self.circuit.window, self.circuit.num_components
         self.leaf_weight = nn.Parameter(torch.empty(n, r, self.vocab_size, self.hidden_size))
         self.shard: Shard | None = None
@@ -37,16 +36,13 @@ class LinearHead(Head):
         self._hidden_dtype: torch.dtype | None = None  # of the packed weights
 
     def reset_leaves(self) -> None:
-        """As in Head."""
         self.leaf_weight.normal_().mul_(INIT_STD)
 
     @property
     def hidden_dtype(self) -> torch.dtype:
-        """As in Head."""
         return self._hidden_dtype or super().hidden_dtype
 
     def unembed(self, hidden: Tensor, start: int, stop: int) -> Tensor:
-        """As in Head."""
         return leaf.logits(hidden, self.leaf_weight[start:stop])
 
     def draft_params(self, hidden: Tensor, first: Tensor, num_drafts: int) -> DraftParams:
@@ -64,7 +60,6 @@ class LinearHead(Head):
         return DraftParams(evidence, drafted, root, inner, first, self.bigram(num_drafts))
 
     def draft_leaves(self, hidden: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
-        """As in Head."""
         if hidden.is_cuda:
             return self._draft_apart(hidden, first, num_drafts)
         logits = self.unembed(hidden, 0, num_drafts + 1)

@@ -107,7 +107,6 @@ class SharedHead(BorrowedLmHead):
     noise_in = "up_weight"
 
     def add_leaves(self, expander_rank: int, component_rank: int = 0) -> None:
-        """As in Head."""
         n, hidden_size = self.circuit.window, self.hidden_size
         states = 1 if component_rank else self.circuit.num_components
         self.down_weight = nn.Parameter(torch.empty(n, expander_rank, hidden_size))
@@ -115,13 +114,11 @@ class SharedHead(BorrowedLmHead):
         self.add_components(component_rank)
 
     def reset_leaves(self) -> None:
-        """As in Head."""
         self.down_weight.normal_().mul_(self.hidden_size**-0.5)  # keeps the size of h
         self.up_weight.normal_().mul_(INIT_STD)
         self.reset_components()
 
     def states(self, hidden: Tensor, start: int, stop: int) -> Tensor:
-        """As in BorrowedLmHead."""
         down = F.linear(hidden, self.down_weight[start:stop].reshape(-1, self.hidden_size))
         low = F.silu(down).view(hidden.shape[0], stop - start, -1)  # [B, k, m]
         change = torch.einsum("bkm,kzdm->bkzd", low, self.up_weight[start:stop])

@@ -41,7 +41,6 @@ class CircuitTrainer(Trainer):
     noun, kind_option, chosen_by = "circuits", "circuit", "another head"
 
     def setup_model(self) -> None:
-        """As in Trainer."""
         options, target = self.options, self.target
         self.head, self.layers = build_head(self.config), None
         if options.init_from:
@@ -63,7 +62,6 @@ class CircuitTrainer(Trainer):
 
     @classmethod
     def check(cls, options: TrainOptions) -> None:
-        """As in Trainer."""
         if not options.lora_layers and (name := options.given("lora_rank", "lora_alpha")):
             raise ValueError(f"{name} is of draft layers: remove {name}, or set lora_layers to 1, 2 or 4")
         get_circuit(options.circuit, options.window, options.num_components)
@@ -79,7 +77,6 @@ class CircuitTrainer(Trainer):
 
     @staticmethod
     def head_config(options: TrainOptions, target: Any, verifier: str, sizes: dict[str, Any]) -> HeadConfig:
-        """As in Trainer."""
         own = {name: getattr(options, name) for name in head_options()}
         source = read_circuit_config(resolve_head(options.init_from)) if options.init_from else None
         if source and source.head == options.head:  # options that are not given are those of the source
@@ -99,7 +96,6 @@ class CircuitTrainer(Trainer):
 
     @staticmethod
     def check_start(options: TrainOptions, config: HeadConfig) -> None:
-        """As in Trainer."""
         if options.freeze_backbone and options.num_components == 1 and not config.token_rank:
             raise UsageError(
                 f"freeze_backbone with circuit {options.circuit} of one component and no token_rank: nothing is left "
@@ -120,7 +116,6 @@ class CircuitTrainer(Trainer):
         return Computed(target, rows, layers=self.aux_layers)
 
     def state_size(self) -> int:
-        """As in Trainer."""
         return (len(self.aux_layers) + 1) * self.target.hidden_size
 
     def block_rows(self, source: HiddenSource, world: int) -> int:
@@ -137,7 +132,6 @@ class CircuitTrainer(Trainer):
         return min(largest, STEPS_OF_A_BLOCK * of_a_step) if is_bounded else largest
 
     def save(self, results: Mapping[str, Any], run: Mapping[str, Any]) -> None:
-        """As in Trainer."""
         names = ("circuit", "window", "num_components", "head", "lora_layers")
         facts = {name: getattr(self.config, name) for name in names} | {"drafts": self.config.num_speculative_tokens}
         facts |= {"partial_start": self.partial_start} if self.partial_start else {}
@@ -148,13 +142,11 @@ class CircuitTrainer(Trainer):
         save_head(self.options.out, self.config, self.head, record, head_card(record), dtype, adapters)
 
     def load_trained(self, weights: Mapping[str, Tensor]) -> None:
-        """As in Trainer."""
         with torch.device("meta"):
             self.head = build_head(self.config)
         self.head.load_state_dict(weights, assign=True)
 
     def measure(self, samples: dict[str, Samples]) -> dict[str, Any]:
-        """As in Trainer."""
         _, head = load_head(self.options.out)
         bind(head, self.target)
         head, results = head.to(self.target.device), {}

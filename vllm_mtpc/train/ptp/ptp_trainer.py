@@ -47,7 +47,6 @@ class PtpTrainer(Trainer):
     greedy_share = 0.0
 
     def setup_model(self) -> None:
-        """As in Trainer."""
         options = self.options
         self.student = self.student_class(self.target, self.config)
         self.baseline = baseline_figures(options) if options.baseline else {}
@@ -59,7 +58,6 @@ class PtpTrainer(Trainer):
 
     @classmethod
     def check(cls, options: TrainOptions) -> None:
-        """As in Trainer."""
         if options.baseline and options.variant == "independent":
             raise ValueError("baseline with variant 'independent': it is the baseline itself; remove baseline")
         loss_name(options)
@@ -68,7 +66,6 @@ class PtpTrainer(Trainer):
 
     @staticmethod
     def head_config(options: TrainOptions, target: Any, verifier: str, sizes: dict[str, Any]) -> PtpConfig:
-        """As in Trainer."""
         text = target.get_text_config()
         sizes = {"architectures": target.architectures, "num_hidden_layers": text.num_hidden_layers, **sizes}
         return PtpConfig.create(
@@ -81,7 +78,6 @@ class PtpTrainer(Trainer):
 
     @staticmethod
     def check_start(options: TrainOptions, config: PtpConfig) -> None:
-        """As in Trainer."""
         if options.baseline:
             baseline_figures(options)
         if not (name := options.init_from):
@@ -99,7 +95,6 @@ class PtpTrainer(Trainer):
                 raise UsageError(f"init_from={name} has {key}={theirs}, this run {ours}; set {key} to {theirs}")
 
     def source(self, rows: Rows) -> PrefixSource:
-        """As in Trainer."""
         return PrefixSource(self.student, rows, self.options)
 
     def state_size(self) -> int:
@@ -108,7 +103,6 @@ class PtpTrainer(Trainer):
         return sum(part[0, ..., :1, :].numel() for part in (row.hidden, *row.keys, *row.values))
 
     def save(self, results: Mapping[str, Any], run: Mapping[str, Any]) -> None:
-        """As in Trainer."""
         names = ("variant", "window", "u_embedding", "late_width", "distribution_trust", "lora_rank")
         facts = {name: getattr(self.config, name) for name in names} | {"drafts": self.config.num_speculative_tokens}
         facts |= {name: getattr(self.config, f"trained_{name}") for name in SAMPLING}
@@ -122,7 +116,6 @@ class PtpTrainer(Trainer):
         save_ptp(self.options.out, config, *head, record, head_card(record, "ptp"), dtype, student.late)
 
     def load_trained(self, weights: Mapping[str, Tensor]) -> None:
-        """As in Trainer."""
         self.student.load_state_dict(weights)
 
     def samplings(self) -> dict[str, Sampling]:
@@ -131,7 +124,6 @@ class PtpTrainer(Trainer):
         return {"t1": Sampling(options.temperature, options.top_p, top_k=options.top_k), "t0": Sampling(0.0)}
 
     def measure(self, samples: dict[str, Samples]) -> dict[str, Any]:
-        """As in Trainer."""
         student, results, ways = load_student(self.options.out, self.target), {}, self.samplings()
         for name, some in samples.items():
             how = {"num_drafts": self.options.window - 1, "seed": self.options.seed}
