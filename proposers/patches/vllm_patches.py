@@ -117,7 +117,7 @@ def create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **
 
 @patch(CONFIG, "EagleModelTypes")
 def eagle_model_types(original: Any) -> Any:
-    """Keep asynchronous scheduling, which vLLM allows a list of methods."""
+    """Keep asynchronous scheduling, which vLLM allows for a list of methods only."""
     return Literal[(original, *METHODS)]
 
 
@@ -136,7 +136,7 @@ def num_lookahead_tokens(original: property) -> property:
 
 @patch(CONFIG, "VllmConfig._maybe_disable_dynamic_sd_for_v1", needs=("self",), since=(0, 33))
 def maybe_disable_dynamic_sd_for_v1(original: Callable[..., Any], self: Any) -> None:
-    """Keep drafts by batch size on V1, which vLLM 0.33 allows a list of methods."""
+    """Keep drafts by batch size on V1, which vLLM 0.33 allows for a list of methods only."""
     if getattr(self.speculative_config, "method", None) not in METHODS:
         original(self)
 

@@ -24,6 +24,7 @@ from vllm_mtpc.checkpoint import check_tensors, load_head, read_config
 from vllm_mtpc.cli import main
 from vllm_mtpc.hf import load_target
 from vllm_mtpc.train import command, run
+from vllm_mtpc.train.circuit_trainer import CircuitTrainer
 from vllm_mtpc.train.options import parse
 
 DRAFT_LAYERS = {"head": "backbone", "component_rank": 2}
@@ -236,6 +237,17 @@ def test_short_run_reads_part_of_the_data_at_default_rate(place, capsys, monkeyp
     assert "MB are read, which 2 steps need" in capsys.readouterr().out
     assert settings["learning_rate"] == pytest.approx(1.2 / 32, rel=0.02)  # two digits are kept
     assert settings["seq_len"] == 512
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "head", "given", "rank"),
+    [(2001, "shared", {}, 16), (2001, "shared", {"component_rank": 0}, 0), (2000, "shared", {}, None),
+     (2001, "shared", {"circuit": "ff"}, None), (2001, "linear", {}, None), (2001, "backbone", {}, 16)],
+)  # fmt: skip
+def test_components_of_large_vocabularies_have_low_rank(vocab_size, head, given, rank):
+    options = parse({"target": "x", "data": ["x"], "out": "x", "head": head, "window": 4, **given})
+    sizes = {"vocab_size": vocab_size, "hidden_size": 8}
+    assert CircuitTrainer.head_config(options, LlamaConfig(), "x", sizes).component_rank == rank
 
 
 def test_target_without_lm_head_is_refused(place, capsys):

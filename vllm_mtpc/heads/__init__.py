@@ -41,9 +41,10 @@ RANK = Option("expander_rank", 64, "width of the low-rank expander", le=MAX_WIDT
 TOKENS = Option(
     "token_rank", 0, "rank of the term that the token before adds to a leaf; 0: none", 0, 4096, is_optional=True
 )
-COMPONENTS = Option(
-    "component_rank", 0, "rank of the differences between components that share one row of the lm_head; 0: r rows",
-    0, MAX_WIDTH, is_optional=True,
+COMPONENTS = Option(  # the trainer applies `of_target` to new heads of several components
+    "component_rank", 0,
+    "rank of the differences between components that share one row of the lm_head; 0: r rows; 16 above 2,000 ids",
+    0, MAX_WIDTH, is_optional=True, of_target=lambda target: 16 if target["vocab_size"] > 2000 else 0,
 )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.acceptance import measure
 from vllm_mtpc.eval.text import Samples, with_backbone, with_draft_layers
 from vllm_mtpc.families import FAMILIES
-from vllm_mtpc.heads import build_head, check_head_name, head_options
+from vllm_mtpc.heads import HEADS, build_head, check_head_name, head_options
 from vllm_mtpc.heads.adapters import DraftLayers
 from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.init import check_source, init_backbone, init_from_head, init_from_lm_head
@@ -81,12 +81,16 @@ class CircuitTrainer(Trainer):
         source = read_circuit_config(resolve_head(options.init_from)) if options.init_from else None
         if source and source.head == options.head:  # options that are not given are those of the source
             own = {name: getattr(source, name) if value is None else value for name, value in own.items()}
+        # of a composite model, the sizes of its language model
+        target = target.get_text_config().to_dict() | target.to_dict() | sizes
+        rank = next((option for option in HEADS[options.head].options if option.name == "component_rank"), None)
+        if rank and rank.of_target and own[rank.name] is None and options.num_components > 1:
+            own[rank.name] = rank.of_target(target) or None
         return HeadConfig.create(
             circuit=options.circuit,
             window=options.window,
             num_components=options.num_components,
-            # of a composite model, the sizes of its language model
-            target=target.get_text_config().to_dict() | target.to_dict() | sizes,
+            target=target,
             verifier=verifier,
             head=options.head,
             num_speculative_tokens=options.num_speculative_tokens,
