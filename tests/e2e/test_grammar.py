@@ -98,7 +98,6 @@ def test_masked_drafts_raise_tokens_per_step(outputs: dict[str, dict[str, Reply]
         accepted = (greedy.accepted, drawn.accepted - greedy.accepted)  # counters run on from call to call
         emitted = [sum(len(samples[0]) for samples in reply.tokens) for reply in (greedy, drawn)]
         found[name] = [count / (count - kept) for count, kept in zip(emitted, accepted, strict=True)]
-    print(f"tokens/step, greedy and drawn: {found}")
     assert all(new > old * MORE for new, old in zip(found["masked"], found["unmasked"], strict=True))
 
 

@@ -52,7 +52,6 @@ def outputs(request: pytest.FixtureRequest) -> dict[str, dict[str, Reply]]:
 @pytest.mark.skipif(not forks.ON_GPU, reason="a CPU has no CUDA graphs")
 def test_engines_have_graphs_and_asynchronous_scheduling(outputs: dict[str, dict[str, Reply]]) -> None:
     modes = {name: replies["greedy"].modes for name, replies in outputs.items()}
-    print(modes)
     assert all(is_async for _, is_async in modes.values())
     assert [mode == "NONE" for mode, _ in modes.values()] == [name == "eager" for name in modes]
 

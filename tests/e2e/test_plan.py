@@ -30,7 +30,6 @@ def test_number_of_drafts_follows_an_injected_clock(runner: str) -> None:
     for name in planned:
         assert [reply.tokens for reply in replies[name]] == [reply.tokens for reply in replies["plain"]]
     late = {name: drafts[len(drafts) // 2 :] for name, drafts in chosen.items()}  # before, all numbers are tried once
-    print(runner, {name: len(drafts) for name, drafts in chosen.items()}, late)
     assert late["free drafts"].count(DRAFTS) >= 0.6 * len(late["free drafts"])
     assert late["dear drafts"].count(0) >= 0.6 * len(late["dear drafts"])
 
@@ -46,6 +45,5 @@ def test_step_without_drafts_costs_what_plain_vllm_costs() -> None:
     }
     # the prompt's step and the last ones differ
     means = {name: [mean(one.recorded[2:40]) for one in replies] for name, replies in run(engines, "v1").items()}
-    print(means)
     assert np.divide(means["K=0"], means["plain"]).max() <= 1.05
     assert np.divide(means["K=7"], means["plain"]).min() > 1.1

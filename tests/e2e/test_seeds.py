@@ -92,7 +92,6 @@ def test_other_noise_is_found_and_drafts_take_the_targets(outputs: dict[str, lis
     (apart,) = outputs[APART[runner]]
     assert apart.tokens == wanted
     kept = outputs["head"][at].accepted - outputs["head"][at - 1].accepted
-    print(f"of about as many drafts {kept} are kept, {apart.accepted} with noise of their own")
     assert kept > 1.1 * apart.accepted
 
 

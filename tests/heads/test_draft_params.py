@@ -30,7 +30,8 @@ needs_bfloat16 = pytest.mark.skipif(
 def defined(head: Head, hidden: Tensor, num_drafts: int) -> DraftParams:
     logits = head.unembed(hidden, 0, num_drafts + 1).float()
     evidence = logits[:, 0].log_softmax(-1)[torch.arange(B), :, FIRST]
-    if isinstance(head, BackboneHead):  # x_1 is given: its probability is the same for every component
+    # of a backbone x_1 is given: its probability is the same for every component
+    if isinstance(head, BackboneHead) or head.circuit.num_components == 1:
         evidence = torch.zeros_like(evidence)
     return DraftParams(evidence, logits[:, 1:], *head.sum_logits(hidden), FIRST)
 

@@ -75,7 +75,6 @@ HEADS: dict[str, dict[str, int]] = {  # the kind of head, and its sizes and opti
 def test_nothing_is_compiled_while_serving(name: str) -> None:
     """What the speculator or the verifier launches before the first request, then batches up to 1,024 requests."""
     warm, new = forks.call("v1", "tests.kernels.test_compiled:_count", name)
-    print(f"{name}: {len(warm)} variants compiled at the start")
     assert warm and not new
 
 

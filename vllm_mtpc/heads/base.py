@@ -32,7 +32,7 @@ TOKEN_STD = 0.1  # of token_source: rows must differ for token_target, which sta
 class DraftParams(NamedTuple):
     """The parameters of a batch of circuits for drafting after x_1; logits are not normalised."""
 
-    evidence: Tensor  # [B, r] float32, log p(x_1 | z)
+    evidence: Tensor  # [B, r] float32, log p(x_1 | z); 0 with one component
     leaf: Tensor  # [B, K, r, V], logits of x_2 .. x_(1+K); of a head with a `leaf_shard` [B, K, r, rows]
     root: Tensor  # [B, r], logits
     inner: Tensor  # [B, F, r, r], logits
@@ -126,6 +126,8 @@ class Head(nn.Module, ABC):
 
     def draft_leaves(self, hidden: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
         """Return the evidence [B, r] of x_1 and the logits [B, K, r, V] of the drafts, as in `DraftParams`."""
+        if self.circuit.num_components == 1:  # its evidence cancels
+            return hidden.new_zeros(len(hidden), 1, dtype=torch.float32), self.unembed(hidden, 1, num_drafts + 1)
         logits = self.unembed(hidden, 0, num_drafts + 1)
         return evidence_of(logits[:, 0], first), logits[:, 1:]
 

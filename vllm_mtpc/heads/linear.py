@@ -60,6 +60,8 @@ class LinearHead(Head):
         return DraftParams(evidence, drafted, root, inner, first, self.bigram(num_drafts))
 
     def draft_leaves(self, hidden: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
+        if self.circuit.num_components == 1 and self.shard is None:
+            return super().draft_leaves(hidden, first, num_drafts)
         if hidden.is_cuda:
             return self._draft_apart(hidden, first, num_drafts)
         logits = self.unembed(hidden, 0, num_drafts + 1)

@@ -93,7 +93,7 @@ class BorrowedLmHead(Head):
     def draft_leaves(self, hidden: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
         """As in Head; with a shard the logits are this rank's columns [B, K, r, rows]."""
         shard = self.leaf_shard
-        if shard is None:
+        if shard is None or self.circuit.num_components == 1:
             return super().draft_leaves(hidden, first, num_drafts)
         logits = self.unembed(hidden, 0, num_drafts + 1)
         own = logits[:, 0, :, : shard.stop - shard.start]
