@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import kernels, sweep, synthetic, timing, training
+from benchmarks import kernels, launches, sweep, synthetic, timing, training
 from tests.support.configs import engine_config
 from tests.support.engine import Engine, ask, run
 from tests.support.models import make_target
@@ -19,6 +19,14 @@ from vllm_mtpc.train.options import parse
 
 RATES = [0.75, 0.5, 0.125]
 TINY = training.Shape("tiny", vocab_size=23, hidden_size=16, window=4, components=2, windows=24, chunk=8)
+
+
+@pytest.mark.parametrize("name", launches.SETTINGS)
+def test_draft_has_no_more_launches_and_bytes_than_before(name: str, root: Path) -> None:
+    kept = json.loads((root / "benchmarks" / "results" / "launches.json").read_text())["rows"]
+    (before,) = (row for row in kept if (row["head"], row["batch"]) == (name, 32))
+    found = launches.measure(name, 32)
+    assert all(0 < found[key] <= before[key] for key in ("operations", "triton", "bytes", "flops"))
 
 
 def test_sweep_trains_every_run_once(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:

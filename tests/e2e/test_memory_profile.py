@@ -59,8 +59,7 @@ def engine(folder: Path, name: str) -> Engine:
         spec = {"num_speculative_tokens_per_batch_size": "off", **SPEC[name]}
         return build(folder, name.removesuffix(" merged"), [ask(PROMPTS, 6)], injected, spec, **arguments)
     made = build(folder, None, [ask(PROMPTS, 6)], injected, **arguments)
-    places = {"plain": "target", "broken": "broken"}
-    return replace(made, model=str(folder / places.get(name, "bundled")))
+    return replace(made, model=str(folder / {"plain": "target"}.get(name, name)))
 
 
 @pytest.fixture(scope="module", params=["v1", "v2"])

@@ -11,7 +11,6 @@ from tests.support.engine import DEMO, ask, build, run
 from tests.support.requests import ON, prompt
 from vllm_mtpc.plan.draft_schedule import KEY
 
-UNDRAFTED = [[1, 1024, 0]]
 DRAFTS = 7  # of the demo's head
 CALLS = [ask([prompt(12, at)], 80) for at in range(3)]
 
@@ -41,7 +40,7 @@ def test_step_without_drafts_costs_what_plain_vllm_costs() -> None:
     arguments = {"max_model_len": 96, "max_num_seqs": 16}
     engines = {
         name: build(DEMO, head, calls, "calls of steps", {KEY: schedule}, **arguments)
-        for name, head, schedule in (("plain", None, None), ("K=0", "btree", UNDRAFTED), ("K=7", "btree", "off"))
+        for name, head, schedule in (("plain", None, None), ("K=0", "btree", [[1, 1024, 0]]), ("K=7", "btree", "off"))
     }
     # the prompt's step and the last ones differ
     means = {name: [mean(one.recorded[2:40]) for one in replies] for name, replies in run(engines, "v1").items()}

@@ -84,9 +84,7 @@ def _cases() -> dict[str, Case]:
         "pairs of concurrent requests": Case("btree, good", one, together=2),
         "pairs of siblings, n=4": Case("btree, good", ("seeded",), together=2, is_one_request=True),
         "3, 1, 0, 2 drafts in turns": Case("btree, good", three, "switching"),
-        "the plan changes the number of drafts": Case(
-            "btree, good", three, "drafts become dear and free", options=PLANNED
-        ),
+        "the plan changes the number of drafts": Case("btree, good", three, "changing costs", options=PLANNED),
         "o-ptp": Case("o-ptp", ptp),
         "c-ptp": Case("c-ptp", ptp),
         "late": Case("late", ptp),
@@ -103,7 +101,7 @@ def _cases() -> dict[str, Case]:
     cases |= {f"V1: 13 kinds, {head}": Case(head, options=CUT, runner="v1") for head in HEADS if "good" in head}
     cases["V1: leaves look at the token before"] = Case("hmm, tokens", three, options=CUT, runner="v1")
     cases["V1: the plan changes the number of drafts"] = Case(
-        "btree, good", three, "drafts become dear and free", options=PLANNED, runner="v1"
+        "btree, good", three, "changing costs", options=PLANNED, runner="v1"
     )
     cases["V1: another head at every step"] = Case(
         "btree, good", three, "swapping", options=CUT, runner="v1", other="hmm, bad"

@@ -290,7 +290,7 @@ FAULTS: dict[str, Patches | Callable[[], Patches]] = {
     # the online plan
     "free drafts": {f"{PLAN}.finish_step": _clocked(lambda drafts: 0.01)},
     "dear drafts": {f"{PLAN}.finish_step": _clocked(lambda drafts: 0.01 * (1 + 5 * drafts))},
-    "drafts become dear and free": lambda: {f"{PLAN}.finish_step": _clocked(_changing_seconds())},
+    "changing costs": lambda: {f"{PLAN}.finish_step": _clocked(_changing_seconds())},
     "calls of steps": {"vllm.v1.engine.llm_engine.LLMEngine.step": recorders.count_calls},
     # grammars
     "grammars waited for": GRAMMARS_COMPILED,

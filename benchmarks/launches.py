@@ -1,0 +1,194 @@
+"""Launches, bytes and FLOPs of a draft by head, vocabulary and batch, counted without a GPU.
+
+    python -m benchmarks.launches --json benchmarks/results/launches.json
+
+The draft (`Head.draft_params`, then `kernels.draft`, as in a CUDA graph of Model Runner V2) runs on meta tensors that
+pass for CUDA tensors. A dispatch mode counts PyTorch's operations, a replacement of `JITFunction.run` the launches of
+Triton kernels. Each reads its inputs and writes its outputs once, whole but for what `share` names. The ideal reads
+every weight once, writes and reads once the base logits of each position, and writes the conditionals. Milliseconds are
+arithmetic with the constants below, not measurements. Not counted: the gather of rows before the graph, backbones, PTP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+from triton.runtime.jit import JITFunction
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from benchmarks.draft import weight_bytes
+from vllm_mtpc.cli import guard
+from vllm_mtpc.config.mtpc_config import HeadConfig
+from vllm_mtpc.engine import provenance
+from vllm_mtpc.heads import build_head
+from vllm_mtpc.heads.base import Head
+from vllm_mtpc.kernels.draft.kernel import Drafter
+from vllm_mtpc.proposers.config.draft_memory import rows_at_once
+from vllm_mtpc.report import check_file, print_table, write_json
+
+DRAFTS, WIDTH, DTYPE = 7, 4096, torch.bfloat16
+BYTES_PER_S, FLOPS_PER_S, LAUNCH_S = 3.35e12, 8e14, 2.5e-6  # of an H100: memory, bfloat16 products, in a CUDA graph
+LOW, TOKENS = {"component_rank": 16}, {"token_rank": 32}
+HEADS: dict[str, dict[str, Any]] = {
+    "ff": {"circuit": "ff"},
+    "cp r=8": {"circuit": "cp"},
+    "btree r=8": {},
+    "btree r=8 c=16": LOW,
+    "btree r=8 c=16 t=32": LOW | TOKENS,
+}
+BATCHES, VOCABULARIES = (1, 32, 256), (128256, 151936)
+SETTINGS = {f"shared {name} V={size}": {"V": size, **own} for size in VOCABULARIES for name, own in HEADS.items()}
+SETTINGS["linear btree r=32 V=320"] = {"V": 320, "head": "linear", "num_components": 32}
+HEADER = ("head", "B", "operations", "Triton", "MB", "ideal MB", "of ideal", "GFLOP", "ms", "ideal ms")
+NO_LAUNCH = ("aten::empty", "aten::new_empty", "aten::empty_strided", "aten::detach", "aten::_unsafe_view")
+
+
+class Trace(TorchDispatchMode):
+    """Counts operations, Triton launches, bytes and FLOPs of the block it is entered for."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__()
+        self.batch, self.count = batch, Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view and not func.name().startswith(NO_LAUNCH):
+            read = args[1:] if "gather" in func.name() or "index" in func.name() else args  # elements of the first one
+            tensors = [one for one in torch.utils._pytree.tree_leaves((read, kwargs, out)) if isinstance(one, Tensor)]
+            self.count["operations"] += 1
+            self.count["bytes"] += sum(one.numel() * one.element_size() for one in tensors)
+            if (count := flop_registry.get(func.overloadpacket)) is not None:
+                self.count["flops"] += count(*args, **(kwargs or {}), out_val=out)
+        return out
+
+    def launch(self, kernel: Any, **given: Any) -> None:
+        """Count a launch of a Triton kernel."""
+        self.count["triton"] += 1
+        for name, value in given.items():
+            if isinstance(value, Tensor):
+                self.count["bytes"] += round(share(name, value, given, self.batch) * value.numel()) * value.itemsize
+        if kernel.__name__ == "_tiles":
+            self.count["flops"] += 2 * self.batch * given["weight_ptr"].numel()
+        elif kernel.__name__ == "token_bias":
+            self.count["flops"] += 2 * self.batch * given["RANK"] * given["vocab_size"]
+
+
+def share(name: str, tensor: Tensor, given: dict[str, Any], batch: int) -> float:
+    """Return the part of a kernel's tensor that it reads or writes."""
+    if name in ("source_ptr", "cache_ptr", "temperature_ptr", "seed_ptr"):  # rows of requests
+        rows = min(1.0, batch / len(tensor))
+        return rows / given["num_drafts"] if name == "cache_ptr" and "k" in given else rows
+    is_one = "k" in given or given.get("bias_ptr") is not None  # of one draft
+    return 1 / DRAFTS if name in ("leaf_ptr", "target_ptr") and is_one else 1.0
+
+
+@contextmanager
+def traced(batch: int) -> Iterator[Counter[str]]:
+    """Yield the counts of the block."""
+    trace = Trace(batch)
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
+        trace.launch(kernel, **given)
+
+    with mock.patch.object(JITFunction, "run", run), trace:
+        yield trace.count
+
+
+def make_head(V: int, **options: Any) -> Head:
+    """Return a head of meta tensors, whose lm_head is one product."""
+    given = {"circuit": "btree", "head": "shared", "window": 1 + DRAFTS, **options}
+    given.setdefault("num_components", 1 if given["circuit"] == "ff" else 8)
+    target = {"vocab_size": V, "hidden_size": WIDTH}
+    with torch.device("meta"), set_default_torch_dtype(DTYPE):
+        head = build_head(HeadConfig.create(**given, target=target, verifier="-")).requires_grad_(False)
+        if head.needs_lm_head:
+            lm_head = torch.empty(V, WIDTH, dtype=DTYPE)
+            head.bind_lm_head(lambda states: F.linear(states.flatten(0, 2), lm_head).unflatten(0, states.shape[:3]))
+    return head
+
+
+def make_draft(head: Head, batch: int) -> Callable[[], None]:
+    """Return the draft of a batch, in the chunks that the speculator makes."""
+    step = rows_at_once(head, [0] + [DRAFTS] * batch, DRAFTS, DTYPE)[DRAFTS]
+    size = head.vocab_size
+    drafter = Drafter(head.circuit.program, head.circuit.num_components, size, torch.device("cpu"), None)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    hidden, first, slots, seeds, pos = empty(batch, WIDTH, dtype=DTYPE), *(empty(batch) for _ in range(4))
+    tokens, confidences = empty(batch, DRAFTS), empty(batch, DRAFTS, dtype=torch.float32)
+    temperature, cache = empty(batch, dtype=torch.float32), empty(batch, DRAFTS, size, dtype=DTYPE)
+
+    def draft() -> None:
+        for start in range(0, batch, step):
+            rows = slice(start, start + step)
+            drafter(
+                *head.draft_params(hidden[rows], first[rows], DRAFTS), slots=slots[rows], temperature=temperature,
+                seeds=seeds, pos=pos[rows], tokens=tokens[rows], confidences=confidences[rows], cache=cache,
+            )  # fmt: skip
+
+    return draft
+
+
+def measure(name: str, batch: int) -> dict[str, Any]:
+    """Count one head at one batch size."""
+    head = make_head(**SETTINGS[name])
+    draft = make_draft(head, batch)
+    with torch.no_grad(), mock.patch.object(torch.Tensor, "is_cuda", True), traced(batch) as count:
+        draft()
+    r, positions = head.circuit.num_components, DRAFTS + (head.circuit.num_components > 1)
+    leaves = r if head.component_rank == 0 else 1
+    products = 2 * batch * positions * leaves * head.vocab_size * WIDTH
+    logits = batch * positions * leaves * head.vocab_size * DTYPE.itemsize
+    conditionals = batch * DRAFTS * head.vocab_size * DTYPE.itemsize
+    ideal = weight_bytes(head, DRAFTS) + 2 * logits + conditionals
+    launches = count["operations"] + count["triton"]
+    ms = 1e3 * (max(count["bytes"] / BYTES_PER_S, count["flops"] / FLOPS_PER_S) + LAUNCH_S * launches)
+    best = 1e3 * max(ideal / BYTES_PER_S, products / FLOPS_PER_S)
+    return {
+        "head": name, "batch": batch, "operations": count["operations"], "triton": count["triton"],
+        "bytes": count["bytes"], "ideal_bytes": ideal, "flops": count["flops"],
+        "ms": round(ms, 3), "ideal_ms": round(best, 3),
+    }  # fmt: skip
+
+
+def line(row: dict[str, Any]) -> list[str]:
+    """Format a row of the table."""
+    ratio = f"{row['bytes'] / row['ideal_bytes']:.2f}x"
+    sizes = [f"{row['bytes'] / 1e6:,.0f}", f"{row['ideal_bytes'] / 1e6:,.0f}", ratio, f"{row['flops'] / 1e9:,.1f}"]
+    counts = [str(row[key]) for key in ("head", "batch", "operations", "triton")]
+    return [*counts, *sizes, f"{row['ms']:.3f}", f"{row['ideal_ms']:.3f}"]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Count every head; print a table and write JSON."""
+    check_file(args.json)
+    rows = [measure(name, batch) for name in SETTINGS for batch in BATCHES]
+    print_table(f"a draft of K={DRAFTS}, D={WIDTH}, bfloat16; ms by arithmetic", HEADER, [line(row) for row in rows])
+    if args.json:
+        write_json(args.json, {"kind": "launches", **provenance.collect(), "drafts": DRAFTS, "rows": rows})
+    return 0
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.launches", description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return guard(parser.prog, lambda: run(parser.parse_args(words)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
