@@ -116,7 +116,7 @@ def test_push_refuses_invalid_repository_names(head: Path, capsys: pytest.Captur
 def test_push_refuses_folders_without_a_valid_head(
     head: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "has no config.json; name a head folder" in refused(capsys, tmp_path, "me/head")
+    assert "config.json: cannot be read (No such file or directory)" in refused(capsys, tmp_path, "me/head")
     assert "config.json: not a head's config" in refused(capsys, demo.path("target"), "me/head")
     assert "its target is the local folder '../target'" in refused(capsys, demo.path("btree"), "me/head")
     data = (head / "model.safetensors").read_bytes()
