@@ -240,10 +240,15 @@ def test_short_run_reads_part_of_the_data_at_default_rate(place, capsys, monkeyp
 
 
 @pytest.mark.parametrize("head, circuit, rank", [("shared", "cp", 16), ("shared", "ff", None), ("linear", "cp", None)])
-def test_components_of_large_vocabularies_have_low_rank(head, circuit, rank):
-    options = parse({"target": "x", "data": ["x"], "out": "x", "head": head, "circuit": circuit})
+def test_components_of_large_vocabularies_have_low_rank(head, circuit, rank, tmp_path):
+    """Of a new head; one that continues another has its components."""
+    given = {"target": "x", "data": ["x"], "out": "x", "head": head, "circuit": circuit}
     sizes = {"vocab_size": 2001, "hidden_size": 8}
-    assert CircuitTrainer.head_config(options, LlamaConfig(), "x", sizes).component_rank == rank
+    made = CircuitTrainer.head_config(parse(given), LlamaConfig(), "x", sizes)
+    assert made.component_rank == rank
+    (tmp_path / "config.json").write_text(made.model_copy(update={"component_rank": None}).to_json())
+    options = parse({**given, "init_from": str(tmp_path)})
+    assert CircuitTrainer.head_config(options, LlamaConfig(), "x", sizes).component_rank is None
 
 
 def test_target_without_lm_head_is_refused(place, capsys):

@@ -17,7 +17,7 @@ from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.acceptance import measure
 from vllm_mtpc.eval.text import Samples, with_backbone, with_draft_layers
 from vllm_mtpc.families import FAMILIES
-from vllm_mtpc.heads import HEADS, build_head, check_head_name, head_options
+from vllm_mtpc.heads import COMPONENTS, HEADS, build_head, check_head_name, head_options
 from vllm_mtpc.heads.adapters import DraftLayers
 from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.init import check_source, init_backbone, init_from_head, init_from_lm_head
@@ -83,9 +83,9 @@ class CircuitTrainer(Trainer):
             own = {name: getattr(source, name) if value is None else value for name, value in own.items()}
         # of a composite model, the sizes of its language model
         target = target.get_text_config().to_dict() | target.to_dict() | sizes
-        rank = next((option for option in HEADS[options.head].options if option.name == "component_rank"), None)
-        if rank and rank.of_target and own[rank.name] is None and options.num_components > 1:
-            own[rank.name] = rank.of_target(target) or None
+        is_new = source is None and own["component_rank"] is None and COMPONENTS in HEADS[options.head].options
+        if is_new and options.num_components > 1 and COMPONENTS.of_target:
+            own["component_rank"] = COMPONENTS.of_target(target) or None
         return HeadConfig.create(
             circuit=options.circuit,
             window=options.window,
