@@ -89,7 +89,7 @@ class Trainer(ABC):
     greedy_share: ClassVar[float] = 0.2  # of the responses of `regenerate`
     draw: Callable[[int, int], Tensor] | None = None  # random numbers of windows, see WindowSource
     loss_unit = "nats per token"
-    partial_start = ""  # the weights that the named start has not, if some are missing
+    partial_start = ""  # weights of a new backbone that the target's layers do not have
     config: Any
     model: Any  # module (windows, watch) -> (loss, watched sums)
 
