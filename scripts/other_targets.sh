@@ -5,7 +5,7 @@
 #
 #   scripts/other_targets.sh TEXT_FILE      TEXT_FILE: training text of the byte-level Llama, e.g. Tiny Shakespeare
 #
-# About an hour on two CPU cores, of which the serving is half. Existing files are kept (build/other).
+# One to two hours on two CPU cores, of which the serving is most. Existing files are kept (build/other).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX # bytecode is kept next to the sources, see setup.sh
@@ -25,9 +25,11 @@ drafter() { # NAME DATA [ARGUMENT ...]
         --out "$out/$1-head" --regenerate 600 --circuit btree "${@:3}"
 }
 serve() { # NAME DATA
+    local fixed='"num_speculative_tokens_per_batch_size": "off", "min_acceptance": 0'
     "$python" -m vllm_mtpc bench serve --heads "$out/$1-head" --peers --data "$2" --concurrency 1 4 16 --prompts 12 \
-        --max-tokens 96 --rounds "${ROUNDS:-4}" --json "benchmarks/results/other-$1-cpu.json" \
-        --variant 'every draft={"num_speculative_tokens_per_batch_size": "off", "min_acceptance": 0}'
+        --max-tokens 96 --rounds "${ROUNDS:-5}" --json "benchmarks/results/other-$1-cpu.json" \
+        --variant "K=1={\"num_speculative_tokens\": 1, $fixed}" --variant "K=3={\"num_speculative_tokens\": 3, $fixed}" \
+        --variant "every draft={$fixed}"
 }
 
 target qwen3 subword_target --family qwen3 --vocab-size 2048 --hidden-size 160 --steps 350
