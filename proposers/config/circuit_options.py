@@ -23,6 +23,7 @@ from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import ServeConfigError, one_line
 from vllm_mtpc.heads import HEADS
 from vllm_mtpc.plan.draft_schedule import KEY, LARGEST, Schedule, gpu_schedule, relative_load
+from vllm_mtpc.plan.online_plan import draft_arms
 from vllm_mtpc.proposers.config.engine_checks import check_draft_layers, check_structured_outputs, how_to_v2
 from vllm_mtpc.proposers.config.switches import logger
 
@@ -141,6 +142,11 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
     @property
     def is_planned(self) -> bool:
         return self.has_default_schedule and self.min_acceptance is None
+
+    @property
+    def arms(self) -> tuple[int, ...]:
+        """The K that the online plan chooses from at every batch size; none: it chooses those of the schedule."""
+        return draft_arms(self.num_speculative_tokens) if self.is_planned and self.has_distribution else ()
 
     @property
     def load(self) -> float:

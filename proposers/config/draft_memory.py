@@ -29,14 +29,19 @@ def rows_at_once(
     num_drafts: int,
     logits_dtype: torch.dtype,
     graph_sizes: Sequence[int] = (),
+    arms: Sequence[int] = (),
 ) -> dict[int, int]:
     """Return the largest batch with K drafts whose logits fit in LOGITS_BYTES by K, the largest draft first.
 
     Args:
         drafts_by_batch, num_drafts: K by batch size (index 0 is unused), and K where no batch has drafts.
         graph_sizes: batch sizes of CUDA graphs, to which batches are padded.
+        arms: K of every batch size that has more drafts.
     """
     largest = {drafts: batch for batch, drafts in enumerate(drafts_by_batch) if batch and drafts} or {num_drafts: 1}
+    for drafts in arms:
+        if batches := [batch for batch, most in enumerate(drafts_by_batch) if batch and 0 < drafts <= most]:
+            largest[drafts] = batches[-1]
     row_bytes = {drafts: logits_bytes(head, drafts, logits_dtype) for drafts in largest}
     rows = {}
     for drafts, batch in largest.items():

@@ -22,6 +22,7 @@ OF_CLASS = ("steps", "draft_tokens", "accepted_tokens")
 TIMES = ("step_us", "trial_us")  # microseconds of decoding, and what trials of the online plan lost of them
 # "steps": steps of the target, summed over requests; each emits one token and the accepted drafts
 NAMES = ("steps", *PRUNED_BY, *(f"{kind} {what}" for kind in CLASSES for what in OF_CLASS), *TIMES)
+COSTS = "vllm_mtpc_costs"  # attribute of the first ModelRunnerOutput on CUDA: milliseconds of steps
 PRUNED = "vllm_mtpc_pruned"  # attribute of a ModelRunnerOutput: pruned drafts by reason
 MINUTE = 60.0
 

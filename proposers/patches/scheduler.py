@@ -17,10 +17,10 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_mtpc.checkpoint.metadata import measured_acceptance
 from vllm_mtpc.plan.draft_schedule import expand_schedule, prior_costs, target_products
-from vllm_mtpc.plan.online_plan import CLASSES, OnlinePlan, card_rates, draft_arms, request_class
+from vllm_mtpc.plan.online_plan import CLASSES, OnlinePlan, card_rates, request_class
 from vllm_mtpc.proposers.config.request_options import excludes_drafts, max_drafts
 from vllm_mtpc.proposers.config.switches import logger
-from vllm_mtpc.proposers.heads.counts import PRUNED, append_counts, class_name, count_by_class
+from vllm_mtpc.proposers.heads.counts import COSTS, PRUNED, append_counts, class_name, count_by_class
 from vllm_mtpc.proposers.heads.grammar_masks import HeadStructuredOutputManager
 from vllm_mtpc.proposers.patches.patch import derived, refuse_moved
 
@@ -35,12 +35,11 @@ class HeadSchedulerConfig(SchedulerConfig):
 
 
 def make_plan(vllm_config: Any) -> OnlinePlan:
-    """Return the online plan of an engine; K has a CUDA graph if a batch size of the default schedule has it."""
+    """Return the online plan of an engine."""
     spec, max_num_seqs = vllm_config.speculative_config, vllm_config.scheduler_config.max_num_seqs
     most, is_cpu = spec.num_speculative_tokens, current_platform.is_cpu()
     ranges = spec.num_speculative_tokens_per_batch_size
-    by_batch = expand_schedule(ranges, max_num_seqs, most)
-    arms = draft_arms(most) if spec.has_distribution and (is_cpu or ranges is None) else sorted({0, *by_batch[1:]})
+    arms = spec.arms or sorted({0, *expand_schedule(ranges, max_num_seqs, most)[1:]})
     costs = prior_costs(arms, ranges, max_num_seqs, spec.load, is_cpu, is_exact=not spec.has_distribution)
     return OnlinePlan(arms, costs, card_rates(measured_acceptance(Path(spec.model_folder)), most))
 
@@ -60,9 +59,9 @@ class HeadScheduler(Scheduler):
     """Additions to any scheduler of vLLM.
 
     PTP: the KV blocks of auxiliary rows are kept from requests. Model Runner V2: a draft that a grammar forbids is
-    verified; a request has no more drafts than it asked for (on V1 the proposer limits them). Both: the online plan
-    chooses K; no drafts are verified in a batch with a request for `logprob_token_ids`; the front end receives the
-    counts of drafts.
+    verified; drafts beyond those that a request asked for are rejected on the device (v2/verification.py; on V1 the
+    proposer makes fewer) and not counted. Both: the online plan chooses K; no drafts are verified in a batch with a
+    request for `logprob_token_ids`; the front end receives the counts of drafts.
     """
 
     plan: OnlinePlan | None = None
@@ -106,10 +105,6 @@ class HeadScheduler(Scheduler):
         return super()._free_request(request, *args, **kwargs)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        for name, asked in self.drafts_asked.items():
-            request = self.requests[name]
-            if len(request.spec_token_ids) > asked:
-                request.spec_token_ids = request.spec_token_ids[:asked]
         for request in self.running if self.without_drafts else ():
             request.spec_token_ids = []
         return super().schedule(*args, **kwargs)
@@ -134,11 +129,14 @@ class HeadScheduler(Scheduler):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         pruned = getattr(model_runner_output, PRUNED, None)
-        verified = scheduler_output.scheduled_spec_decode_tokens
+        verified = self._subtract_surplus(scheduler_output)
         if self.use_v2_model_runner and model_runner_output.req_ids:  # on V1 the worker counts them
             pruned = self._count_pruned(scheduler_output)
+        if self.plan is not None and (costs := getattr(model_runner_output, COSTS, None)) is not None:
+            self.plan.set_costs(costs)
+            self.kv_cost *= costs[1, 0]  # a step of one row takes as long as its weights take to read
         if self.plan is not None and model_runner_output.req_ids:
-            self._learn(self.plan, scheduler_output, model_runner_output)
+            self._learn(self.plan, scheduler_output, model_runner_output, verified)
         if pruned is not None and self.log_stats:  # before vLLM removes requests that end
             for part in (pruned, count_by_class(self.kinds, verified, model_runner_output)):
                 for name, count in part.items():
@@ -148,6 +146,17 @@ class HeadScheduler(Scheduler):
         if self.counted_steps and (verified or not self.requests or self.counted_steps >= SENT_STEPS):
             self._send_counts(outputs)
         return outputs
+
+    def _subtract_surplus(self, scheduler_output: Any) -> dict[str, list[int]]:
+        """Return the verified drafts of each request; others become invalid in vLLM's statistics."""
+        verified = scheduler_output.scheduled_spec_decode_tokens
+        if not self.drafts_asked or not verified:
+            return verified
+        invalid = scheduler_output.num_invalid_spec_tokens = dict(scheduler_output.num_invalid_spec_tokens or {})
+        for name in verified.keys() & self.drafts_asked.keys():
+            surplus = len(verified[name]) - self.drafts_asked[name]
+            invalid[name] = max(surplus, invalid.get(name, 0))
+        return {name: tokens[: self.drafts_asked.get(name)] for name, tokens in verified.items()}
 
     def _count_pruned(self, scheduler_output: Any) -> dict[str, int]:
         """Return the drafts by reason that a step on Model Runner V2 did not make."""
@@ -169,11 +178,11 @@ class HeadScheduler(Scheduler):
         append_counts(stats.spec_decoding_stats, self.counts)
         self.counts, self.counted_steps = Counter[str](), 0
 
-    def _learn(self, plan: OnlinePlan, scheduler_output: Any, output: Any) -> None:
-        """Count a step in the plan, and update the plan where it is due."""
+    def _learn(self, plan: OnlinePlan, scheduler_output: Any, output: Any, drafts: dict[str, list[int]]) -> None:
+        """Count a step that verified these drafts in the plan, and update the plan where it is due."""
         now, batch = time.perf_counter(), len(scheduler_output.num_scheduled_tokens)
-        drafts, drafted = scheduler_output.scheduled_spec_decode_tokens, scheduler_output.num_spec_tokens_to_schedule
-        rows = batch + sum(map(len, drafts.values()))
+        drafted = scheduler_output.num_spec_tokens_to_schedule
+        rows = batch + sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
         is_decoding = not scheduler_output.scheduled_new_reqs and scheduler_output.total_num_scheduled_tokens == rows
         ended, verified, was_decoding = self.last_step
         self.last_step = now, drafted, is_decoding

@@ -8,8 +8,9 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.worker.gpu.lora_utils import LoraState
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from vllm_mtpc.proposers.heads.counts import attach_counts
+from vllm_mtpc.proposers.heads.counts import COSTS, attach_counts
 from vllm_mtpc.proposers.heads.grammar_masks import StructuredRequests
+from vllm_mtpc.proposers.v2.step_costs import measure_costs
 
 
 def speculator_class(spec: Any) -> type:
@@ -32,6 +33,8 @@ class RowLoraState(LoraState):
 class HeadModelRunner(GPUModelRunner):
     """Additions to the V2 runner of any device."""
 
+    costs: Any = None  # of steps, that the scheduler has not received
+
     def begin(self) -> None:
         spec = self.speculative_config
         if spec.aux_layers:  # the target returns the states that draft layers read
@@ -47,7 +50,19 @@ class HeadModelRunner(GPUModelRunner):
             structured.add(scheduler_output.scheduled_new_reqs)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        return attach_counts(super().sample_tokens(grammar_output), self.speculator)
+        output = attach_counts(super().sample_tokens(grammar_output), self.speculator)
+        if self.costs is not None and output is not None:
+            setattr(getattr(output, "model_runner_output", output), COSTS, self.costs)
+            self.costs = None
+        return output
+
+    def capture_model(self, **kwargs: Any) -> int:
+        """Capture, and measure steps for the online plan; not across pipeline stages, which wait for each other."""
+        size, arms = super().capture_model(**kwargs), self.speculative_config.arms
+        has_graphs = getattr(getattr(self.speculator, "graphs", None), "graphs", None)
+        if has_graphs and arms and self.vllm_config.parallel_config.pipeline_parallel_size == 1:
+            self.costs = None if kwargs.get("profile_only") else measure_costs(self, arms)
+        return size
 
     def prepare_inputs(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         input_batch = super().prepare_inputs(scheduler_output, *args, **kwargs)

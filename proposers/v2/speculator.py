@@ -82,7 +82,7 @@ class DraftGraphs(CudaGraphManager):
         mode: of the target; drafts are captured where the target's decode steps are.
         drafts_by_batch: drafts (PTP: auxiliary rows per request) of a batch of n requests at index n; 0: none.
         fits: (requests, drafts per request) -> whether the speculator's buffers hold them.
-        has_fewer: whether a batch is drafted with fewer drafts of other batches too (`OnlinePlan`).
+        arms: numbers of drafts of every batch that has more (`OnlinePlan`).
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class DraftGraphs(CudaGraphManager):
         mode: CUDAGraphMode,
         drafts_by_batch: Sequence[int],
         fits: Callable[[int, int], bool] = lambda num_reqs, num_drafts: True,
-        has_fewer: bool = False,
+        arms: Sequence[int] = (),
     ) -> None:
         is_full = mode.decode_mode() == CUDAGraphMode.FULL
         mode = CUDAGraphMode.FULL_DECODE_ONLY if is_full else CUDAGraphMode.NONE
@@ -100,8 +100,7 @@ class DraftGraphs(CudaGraphManager):
         descs, below = [], 0
         for desc in reversed(self._capture_descs.pop(CUDAGraphMode.FULL, [])):
             scheduled = set(drafts_by_batch[below + 1 : desc.num_reqs + 1]) - {0}
-            if has_fewer and scheduled:
-                scheduled = {count for count in set(drafts_by_batch) if 0 < count <= max(scheduled)}
+            scheduled |= {count for count in arms if 0 < count < max(scheduled, default=0)}
             drafts = [count for count in scheduled if fits(desc.num_reqs, count)]
             descs += [SpeculatorBatchDescriptor(**vars(desc), num_speculative_tokens=count) for count in drafts]
             below = desc.num_reqs
@@ -317,7 +316,8 @@ class MtpcSpeculator(HeadSpeculator):
     def _set_head(self, head: Head) -> None:
         logits_dtype = self.dtype if head.needs_lm_head else head.hidden_dtype
         sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or ()
-        self.rows_at_once = rows_at_once(head, self.drafts_by_batch, self.num_speculative_steps, logits_dtype, sizes)
+        most, arms = self.num_speculative_steps, self.speculative_config.arms
+        self.rows_at_once = rows_at_once(head, self.drafts_by_batch, most, logits_dtype, sizes, arms)
         self.drafter = self._make_drafter(head)
         program = () if self.drafter is None else (self.drafter.program,)
         head.kept = kept((*head.parameters(), *program))
@@ -350,10 +350,8 @@ class MtpcSpeculator(HeadSpeculator):
         return activate
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        has_fewer = self.speculative_config.is_planned
-        self.graphs = DraftGraphs(
-            self.vllm_config, self.device, cudagraph_mode, self.drafts_by_batch, has_fewer=has_fewer
-        )
+        arms = self.speculative_config.arms
+        self.graphs = DraftGraphs(self.vllm_config, self.device, cudagraph_mode, self.drafts_by_batch, arms=arms)
 
     def _prepare_capture(self, num_reqs: int, num_drafts: int) -> Callable[[], None]:
         self.idx_mapping.fill_(-1)

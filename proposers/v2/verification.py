@@ -14,6 +14,9 @@ Drafts that a grammar forbids and that were not masked (`grammar_masks.py`): vLL
 one from p, where it must come from max(p - q, 0). Here it is verified like any other draft, and never accepted because
 its row is masked with the grammar.
 
+A request with `mtpc_drafts` has as many rows as the others, so a batch keeps its CUDA graph. Its drafts beyond that
+number are rejected whatever they are, and the token after the last verified one comes from p.
+
 Fresh noise: vLLM 0.32 keys the noise of a token by seed and position, so a rejected draft is sampled again from the
 same noise. In block and adaptive verification the accepted length depends on that noise, which biases the output. For
 both, drafts, acceptance and resampling use a seed of the step, seed XOR (position of the step's first row << 32). vLLM
@@ -42,6 +45,7 @@ from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.kernels.couple import accept, warm_up
 from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.kernels.uniform import uniform
+from vllm_mtpc.proposers.config.request_options import max_drafts
 from vllm_mtpc.proposers.config.versions import keys_noise_by_draft
 
 DRAFTING = 1 << 30  # added to a draft's position, as in vLLM: noise that verification does not read
@@ -84,14 +88,17 @@ def pick_tokens(processed_logits: Tensor, states: SamplingStates, slots: Tensor,
 
 
 class CoupledStates(SamplingStates):
-    """vLLM's states of requests, with the number that is added to positions of drafts: DRAFTING, or 0 if coupled."""
+    """vLLM's states of requests, with what verification and drafts read of ours."""
 
-    stream: UvaBackedTensor  # [max_num_reqs], int64
+    stream: UvaBackedTensor  # [max_num_reqs], int64, added to positions of drafts: DRAFTING, or 0 if coupled
+    most: UvaBackedTensor  # [max_num_reqs], int32, drafts that are verified
+    num_drafts: int  # K
     verify: str | None  # coupled requests: all ("coupled") or none ("rejection"); None: those with a seed
 
     @classmethod
-    def extend(cls, states: SamplingStates, verify: str | None) -> CoupledStates:
-        states.__class__, states.verify = cls, verify
+    def extend(cls, states: SamplingStates, num_drafts: int, verify: str | None) -> CoupledStates:
+        states.__class__, states.num_drafts, states.verify = cls, num_drafts, verify
+        states.most = UvaBackedTensor(states.max_num_reqs, dtype=torch.int32)
         states.stream = UvaBackedTensor(states.max_num_reqs, dtype=torch.int64)
         states.stream.np.fill(DRAFTING)
         states.stream.copy_to_uva()
@@ -100,11 +107,13 @@ class CoupledStates(SamplingStates):
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         is_coupled = sampling_params.seed is not None if self.verify is None else self.verify == "coupled"
         self.stream.np[req_idx] = 0 if is_coupled else DRAFTING
+        self.most.np[req_idx] = max_drafts(sampling_params, self.num_drafts)
         return super().add_request(req_idx, sampling_params)
 
     def apply_staged_writes(self) -> None:
         super().apply_staged_writes()
         self.stream.copy_to_uva()
+        self.most.copy_to_uva()
 
 
 class Verifier(RejectionSampler):
@@ -119,7 +128,7 @@ class Verifier(RejectionSampler):
     @staticmethod
     def extend_sampler(sampler: Sampler, spec_config: SpeculativeConfig) -> Any:
         """Extend vLLM's plain sampler in place; return the part that the speculator reads."""
-        return CoupledStates.extend(sampler.sampling_states, spec_config.verify)
+        return CoupledStates.extend(sampler.sampling_states, spec_config.num_speculative_tokens, spec_config.verify)
 
     @staticmethod
     def needs_plain_sampler(spec_config: SpeculativeConfig) -> str:
@@ -149,6 +158,10 @@ class Verifier(RejectionSampler):
     ) -> Any:
         if draft_logits is not None and invalid_drafts is not None:
             invalid_drafts = unmark_first(invalid_drafts)
+        states = self.sampler.sampling_states
+        if (states.most.np[input_batch.idx_mapping_np] < self.num_speculative_steps).any():
+            surplus = input_batch.expanded_local_pos > states.most.gpu[input_batch.expanded_idx_mapping]
+            invalid_drafts = surplus if invalid_drafts is None else surplus | invalid_drafts
         return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
 
     def _verify(
@@ -223,6 +236,7 @@ class CoupledRejectionSampler(Verifier):
 
     @staticmethod
     def extend_sampler(sampler: Sampler, spec_config: SpeculativeConfig) -> Sampler:
+        Verifier.extend_sampler(sampler, spec_config)
         sampler.__class__ = CoupledSampler
         return sampler
 

@@ -142,7 +142,7 @@ MTPC = [
         for dtype in (torch.int32, torch.bool, torch.float64, torch.float8_e4m3fn)
     ),
     *((format_dtype(*dtype), [WEIGHTS]) for dtype in (("F4", 4), ("F8_E5M2", 8), ("U16", 16), ("C64", 64))),
-    (edit(CONFIG, format_version=7), ["7", "formats 1 and 2"]),
+    (edit(CONFIG, format_version=7), ["7", "allowed: 2"]),
     *(
         (rename(WEIGHTS, name), [name, "never loaded", WEIGHTS])
         for name in ("model@900.pt", "pytorch_model.bin", "head.pth", "last.ckpt")

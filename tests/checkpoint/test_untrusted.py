@@ -128,9 +128,7 @@ CONFIGS: dict[str, tuple[str | dict[Any, Any], str]] = {  # a whole file, or key
     "layers": ({"transformer_layer_config": {"num_hidden_layers": "9" * 200_000}}, "num_hidden_layers"),
     "sizes": ({"transformer_layer_config": {f"{k}": 1 for k in range(18_000)}}, "unknown '0'"),
     "float": ({"window": 1e300}, "window"),
-    "old": ({"format_version": 1, "speculators_config": {"proposal_methods": [1] * 40_000}}, "speculators_config"),
-    "old-list": ({"format_version": 1, "speculators_config": []}, "speculators_config"),
-    "old-number": ({"format_version": 1, "speculators_config": {"proposal_methods": 3}}, "speculators_config"),
+    "methods": ({"speculators_config": {"proposal_methods": [1] * 40_000}}, "speculators_config"),
 }
 
 

@@ -7,7 +7,7 @@ import json
 from typing import Any, Literal
 
 import pytest
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from vllm_mtpc.checkpoint import read_config
 from vllm_mtpc.config.base import SPECULATORS_VERSION, AnyHeadConfig
@@ -114,23 +114,6 @@ def test_config_follows_the_schema_of_speculators(kind):
     assert all(field.description for field in type(create(kind)).model_fields.values())
 
 
-@pytest.mark.parametrize("kind, default", [("mtpc", "probabilistic"), ("mtpc", "greedy"), ("ptp", "greedy")])
-def test_format_1_is_upgraded(tmp_path, kind, default):
-    """It did not follow the schema: its proposal type was the method of sampling drafts."""
-    config = create(kind)
-    values = json.loads(config.to_json()) | {"format_version": 1}
-    values["speculators_config"]["default_proposal_method"] = default
-    values["speculators_config"]["proposal_methods"][0]["proposal_type"] = default
-    for key in {"speculators_version", "draft_sample_method"} & values.keys():
-        del values[key]
-    if default == "probabilistic":
-        with pytest.raises(ValidationError, match="proposal_type"):
-            ModelSchema.model_validate(values)
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    same = {"draft_sample_method": default} if kind == "mtpc" else {}
-    assert read_config(tmp_path) == config.model_copy(update=same)
-
-
 @pytest.mark.parametrize("head, options", [("linear", {}), ("shared", {"expander_rank": 64})])
 def test_options_of_other_heads_are_not_written(head, options):
     values = json.loads(create(head=head).to_json())
@@ -155,7 +138,7 @@ COMMON: list[tuple[str, Any, list[str]]] = [
     ("window", True, ["window", "True", "integer"]),
     ("vocab_size", 10**18, ["vocab_size", str(10**18), "4194304"]),
     ("hidden_size", 10**18, ["hidden_size", str(10**18), "131072"]),
-    ("format_version", 3, ["format_version", "3", "reads formats 1 and 2"]),
+    ("format_version", 3, ["format_version", "3", "allowed: 2"]),
     ("speculators_model_type", "eagle3", ["speculators_model_type", "'eagle3'"]),
     ("architectures", "MtpcHeadModel", ["architectures", "'MtpcHeadModel'", "list"]),
     ("trained_temperature", 0, ["trained_temperature", "0", "greater than 0"]),

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import prometheus_client
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -74,6 +75,13 @@ def test_counts_of_all_steps_are_sent() -> None:
     scheduler_that([answer]).update_from_output(NOTHING_VERIFIED, SimpleNamespace())
     assert answer[0].scheduler_stats.spec_decoding_stats is None
     assert counts.read_counts(SpecDecodingStats.new(3)) == {}
+
+
+def test_measured_costs_of_steps_reach_the_plan() -> None:
+    scheduler, received = scheduler_that([{}]), []
+    scheduler.plan, scheduler.kv_cost = SimpleNamespace(set_costs=received.append), 0.5
+    scheduler.update_from_output(NOTHING_VERIFIED, SimpleNamespace(**{counts.COSTS: np.full((2, 2), 8.0)}, req_ids=[]))
+    assert len(received) == 1 and scheduler.kv_cost == 4
 
 
 def test_steps_without_drafts_are_sent_together() -> None:

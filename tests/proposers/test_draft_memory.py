@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from tests.support import forks
 from tests.support.speculators import Setting, batch, drafted, made_heads, speculator
 from vllm_mtpc.plan.draft_schedule import expand_schedule
+from vllm_mtpc.proposers.config.draft_memory import rows_at_once
 
 SCHEDULE = [(1, 2, 4), (3, 12, 1), (13, 13, 0)]
 BATCH, VOCAB, DRAFTS = 24, 96, 4
@@ -93,6 +95,13 @@ def test_kernel_in_chunks_and_pytorch_draft_the_same(places: dict[str, Path]) ->
         assert torch.equal(tokens, same_tokens) and len(tokens.unique()) > 4, (name, path)
         for ours, theirs in zip(numbers, same_numbers, strict=True):
             torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0)  # float32 sums in another order
+
+
+def test_planned_numbers_of_drafts_have_rows_of_their_own() -> None:
+    head = SimpleNamespace(
+        leaf_shard=None, circuit=SimpleNamespace(num_components=2), vocab_size=96, component_rank=None
+    )
+    assert rows_at_once(head, [0, 7, 7, 3], 7, torch.float32, arms=(0, 1, 3, 7)) == {3: 3, 7: 2, 1: 3}
 
 
 @pytest.mark.parametrize("ranges", [SCHEDULE, [(1, 8, 7), (16, 20, 3)], [(1, 1, 5)], [(1, 50, 4), (51, 60, 0)]])

@@ -35,6 +35,8 @@ def captured(setting: Setting, modes: list[str]) -> dict[str, Any]:
     """In a fork: keys by mode; then drafts of every batch size with graphs and without."""
     from vllm.config.compilation import CUDAGraphMode
 
+    from vllm_mtpc.proposers.v2.speculator import DraftGraphs
+
     recorder, found = Recorder(), {"keys": {}, "needs": {}, "drafts": [], "replayed": [], "untouched": [], "log": []}
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: found["log"].append(record.getMessage())
@@ -46,6 +48,12 @@ def captured(setting: Setting, modes: list[str]) -> dict[str, Any]:
             for num_reqs in range(1, 9)
             for drafts in {made.drafts_by_batch[num_reqs], 4} - {0}
         }
+        planned = DraftGraphs(
+            made.vllm_config, made.device, CUDAGraphMode.FULL, [0, 4, 4, 4, 4, 1, 1, 1, 1], arms=(0, 1, 4)
+        )
+        found["planned"] = [
+            (desc.num_reqs, desc.num_speculative_tokens) for desc in planned._capture_descs[CUDAGraphMode.FULL]
+        ]
         for mode in modes:
             recorder.captured.clear()
             made.init_cudagraph_manager(CUDAGraphMode[mode])
@@ -119,6 +127,7 @@ def test_graphs_are_captured_for_scheduled_batches(found: dict[str, Any]) -> Non
         assert found["keys"][mode] == KEYS and found["needs"][mode], mode
     for mode in ("NONE", "PIECEWISE"):
         assert found["keys"][mode] == [] and not found["needs"][mode], mode
+    assert found["planned"] == [(8, 1), (4, 4), (4, 1), (2, 4), (2, 1), (1, 4), (1, 1)]
     assert found["dropped by profiling"] == ["graphs"]
     assert all(found["untouched"]), "capturing writes no conditionals"
 

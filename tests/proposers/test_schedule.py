@@ -11,14 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm.config.parallel import ParallelConfig
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from tests.support.configs import engine_config, ptp_config
 from tests.support.engine import DEMO, Call, build, run
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint.metadata import measured_acceptance
 from vllm_mtpc.plan import draft_schedule as schedule
+from vllm_mtpc.plan.online_plan import draft_arms
 from vllm_mtpc.plan.row_groups import most_drafts
 from vllm_mtpc.proposers.config import ptp_options as config_ptp
+from vllm_mtpc.proposers.patches.vllm_patches import graphs_of_planned_drafts
 from vllm_mtpc.proposers.v1.proposer import MtpcProposer
 
 KEY = schedule.KEY
@@ -182,9 +185,15 @@ def test_dense_data_parallel_engines_have_a_schedule(place: Any, is_moe: bool, m
     assert (spec.num_speculative_tokens_per_batch_size is None) == is_moe
 
 
-@pytest.mark.parametrize("num_drafts", [1, 3, 7, 15, 31])
-def test_gpu_schedule_has_few_lengths(num_drafts: int) -> None:
-    """vLLM captures about 50 graphs of the target for each length."""
-    ranges = schedule.gpu_schedule(num_drafts)
-    assert len(lengths(ranges)) <= schedule.GPU_LENGTHS
-    assert all(high * (1 + drafts) <= schedule.GPU_FEW_ROWS for _, high, drafts in ranges if drafts)
+@pytest.mark.parametrize("num_drafts", [1, 5, 7, 31])
+def test_every_planned_number_of_drafts_has_graphs_of_the_target(num_drafts: int) -> None:
+    """Up to the rows of vLLM's largest graph, also where no batch is large enough for fewer drafts."""
+    ranges, arms = schedule.gpu_schedule(num_drafts), set(draft_arms(num_drafts))
+    assert lengths(ranges) == arms
+    assert all(
+        (high + 1) * (1 + drafts) > schedule.GRAPH_ROWS >= high * (1 + drafts) for _, high, drafts in ranges[:-1]
+    )
+    lookup = graphs_of_planned_drafts.replace(build_dynamic_sd_schedule_lookup)
+    sizes = {"vllm_max_batch_size": 8, "vllm_num_speculative_tokens": num_drafts}
+    assert set(lookup(ranges, **sizes)[1:]) == arms
+    assert lookup([(1, 8, num_drafts)], **sizes) == build_dynamic_sd_schedule_lookup([(1, 8, num_drafts)], **sizes)

@@ -71,6 +71,7 @@ class Case:
 
 def _cases() -> dict[str, Case]:
     one, three, ptp = ("T=1",), ("T=1", "T=1.3, top-p 0.8", "bad words"), ("T=1", "T=0.7", "T=0.7, top-p 0.9")
+    asked = ("0 drafts", "1 drafts", "2 drafts", "T=1")
     cases = {f"13 kinds, {head}": Case(head) for head in HEADS}
     cases |= {
         "fault: scored at another temperature": Case("btree, good", one, "other temperature", True),
@@ -85,6 +86,11 @@ def _cases() -> dict[str, Case]:
         "pairs of siblings, n=4": Case("btree, good", ("seeded",), together=2, is_one_request=True),
         "3, 1, 0, 2 drafts in turns": Case("btree, good", three, "switching"),
         "the plan changes the number of drafts": Case("btree, good", three, "changing costs", options=PLANNED),
+        "each asks for its number of drafts": Case("btree, good", asked),
+        "the same, block verification": Case("btree, good", asked, options={"rejection_sample_method": "block"}),
+        "fault: drafts not asked for rejected by token": Case(
+            "btree, bad", ("1 drafts",), "surplus drafts rejected by token", True
+        ),
         "o-ptp": Case("o-ptp", ptp),
         "c-ptp": Case("c-ptp", ptp),
         "late": Case("late", ptp),

@@ -52,6 +52,9 @@ def draws_by_kind(reply: Reply, kinds: int, at_once: int = AT_ONCE) -> list[list
     return [[text for at, text in enumerate(draws) if at // at_once % kinds == kind] for kind in range(kinds)]
 
 
+UNLIKE_VLLM = ("bad_word", "allowed", "stop", "drafts")
+
+
 @dataclass(frozen=True)
 class Setting:
     """What a request asks for. bad_word, allowed: token ids. stop: ends a text of at least min_tokens."""
@@ -67,10 +70,11 @@ class Setting:
     min_tokens: int = 0
     stop: int | None = None
     seed: int | None = None
+    drafts: int | None = None  # asked for; None: as many as the engine makes
 
     def sampling(self) -> dict[str, Any]:
         """Arguments of SamplingParams; words are spelled as `models.make_tokenizer` does."""
-        given = {name: value for name, value in vars(self).items() if name not in ("bad_word", "allowed", "stop")}
+        given = {name: value for name, value in vars(self).items() if name not in UNLIKE_VLLM}
         if self.seed is None:
             del given["seed"]
         if self.bad_word:
@@ -79,6 +83,8 @@ class Setting:
             given["allowed_token_ids"] = list(self.allowed)
         if self.stop is not None:
             given["stop_token_ids"] = [self.stop]
+        if self.drafts is not None:
+            given["extra_args"] = {"mtpc_drafts": self.drafts}
         return {**given, "ignore_eos": True, "detokenize": False}
 
 
@@ -99,6 +105,7 @@ SETTINGS = {
 }
 MIXED = tuple(SETTINGS)  # 13 kinds of request
 SETTINGS["T=0.7, top-p 0.9"] = Setting(temperature=0.7, top_p=0.9)
+SETTINGS |= {f"{count} drafts": Setting(drafts=count) for count in range(3)}
 # the rows of benchmarks/FEATURES.md that the settings' distributions speak for
 FEATURES = ("temperature", "top_k", "top_p", "presence penalty", "frequency penalty", "repetition penalty")
 FEATURES += ("bad_words", "allowed_token_ids", "min_tokens", "stop_token_ids")

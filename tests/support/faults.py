@@ -21,6 +21,7 @@ from tests.support.recorders import MERGED, PROPOSER, PTP, RECORDED, SPECULATOR,
 
 V1_REJECTION = "vllm.v1.sample.rejection_sampler.rejection_sample"
 V2_REJECTION = "vllm.v1.worker.gpu.spec_decode.rejection_sampler.rejection_sample"
+V2_SAMPLER = "vllm.v1.worker.gpu.spec_decode.rejection_sampler.RejectionSampler.__call__"
 HEAD_WORKER = "vllm_mtpc.proposers.patches.worker.HeadWorker"
 BACKBONE, LAYERED = f"{V2}.backbone_speculator", f"{V2}.layered"
 GRAMMAR = "vllm_mtpc.proposers.heads.grammar_masks"
@@ -95,6 +96,13 @@ def _uniform_in_q_v2(original: Any, logits: Any, draft_logits: Any, *args: Any, 
     """For requests at temperature 1."""
     mixed = (1 - UNIFORM) * draft_logits.float().softmax(-1) + UNIFORM / draft_logits.shape[-1]
     return original(logits, mixed.log(), *args, **more)
+
+
+@wrapping
+def _rejected_by_token(original: Any, self: Any, logits: Any, batch: Any, draft_logits: Any, invalid: Any) -> Any:
+    """Reject the drafts that were not asked for if they are token 0; verify the others."""
+    kept = None if invalid is None else invalid & (batch.input_ids[batch.logits_indices] == 0)
+    return original(self, logits, batch, draft_logits, kept)
 
 
 def _other_noise(of_first_row: bool = False, **replaced: Any) -> Callable[[], Patches]:
@@ -259,6 +267,7 @@ FAULTS: dict[str, Patches | Callable[[], Patches]] = {
     "other temperature": {V2_REJECTION: lambda original: lambda logits, *a, **k: original(logits / 1.25, *a, **k)},
     "uniform in q": {V1_REJECTION: _uniform_in_q_v1},
     "uniform in q, V2": {V2_REJECTION: _uniform_in_q_v2},
+    "surplus drafts rejected by token": {V2_SAMPLER: _rejected_by_token},
     "noise of the first row": _other_noise(of_first_row=True),
     "noise of drafts": _other_noise(is_drafting=True),
     "noise of other tokens": {

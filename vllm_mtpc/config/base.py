@@ -63,7 +63,6 @@ class AnyHeadConfig(_Strict):
 
     architecture: ClassVar[str]  # a family's name for its heads
     target_sizes: ClassVar[tuple[str, ...]] = ("vocab_size", "hidden_size")  # required in a target's config
-    renamed: ClassVar[dict[str, str]] = {}  # old field name -> new field name
 
     architectures: list[str] = Field(max_length=MAX_LIST, description="The head's class, as speculators names it.")
     speculators_model_type: str = Field(description="The vLLM method this head is served with.")
@@ -82,9 +81,7 @@ class AnyHeadConfig(_Strict):
     @classmethod
     def _known_version(cls, value: int) -> int:
         if value != FORMAT_VERSION:
-            raise ValueError(
-                f"this version reads formats 1 and {FORMAT_VERSION}; install the vllm_mtpc that wrote the head"
-            )
+            raise ValueError(f"allowed: {FORMAT_VERSION}; install the vllm_mtpc that wrote the head")
         return value
 
     @field_validator("transformer_layer_config")
@@ -180,26 +177,7 @@ class AnyHeadConfig(_Strict):
             raise HeadConfigError(
                 f"{source}: not a head's config (key 'speculators_model_type' is missing); name a head folder"
             )
-        return validate(cls, cls._upgraded(values), HeadConfigError, f"{source}: ")
-
-    @classmethod
-    def _upgraded(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Return `values` in this release's format; in format 1 the proposal type is the draft sample method."""
-        values = {cls.renamed.get(key, key): value for key, value in values.items()}
-        theirs = values.get("speculators_config")
-        if values.get("format_version") != 1 or not isinstance(theirs, dict):
-            return values
-        methods = theirs.get("proposal_methods")
-        if isinstance(methods, list):
-            methods = [{**part, "proposal_type": "greedy"} if isinstance(part, dict) else part for part in methods]
-        named = {"draft_sample_method": theirs.get("default_proposal_method")}
-        return {
-            **values,
-            **(named if "draft_sample_method" in cls.model_fields else {}),
-            "format_version": FORMAT_VERSION,
-            "speculators_version": SPECULATORS_VERSION,
-            "speculators_config": {**theirs, "default_proposal_method": "greedy", "proposal_methods": methods},
-        }
+        return validate(cls, values, HeadConfigError, f"{source}: ")
 
     def to_json(self) -> str:
         """Return the text of `config.json`, without fields that are None."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -24,7 +24,6 @@ class PtpConfig(AnyHeadConfig):
 
     architecture = "PtpHeadModel"
     target_sizes = (*AnyHeadConfig.target_sizes, "num_hidden_layers")
-    renamed: ClassVar[dict[str, str]] = {"law_trust": "distribution_trust"}
 
     speculators_model_type: Literal["ptp"] = Field(description="The vLLM method this head is served with.")
     variant: Literal["o-ptp", "c-ptp", "late", "independent"] = Field(

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vllm_mtpc.plan.online_plan import draft_arms
+
 if TYPE_CHECKING:
     from vllm_mtpc.config.mtpc_config import HeadConfig
     from vllm_mtpc.plan.online_plan import Floats
@@ -21,21 +23,17 @@ LARGEST = 1024  # the largest batch size of a schedule; vLLM keeps the last K fo
 # Milliseconds on a CPU core (packaged demo target, V1; fitted to `bench serve --demo`). Only ratios count.
 CPU_STEP = (3.45, 0.28, 0.145)  # a step, + each request, + each row
 CPU_DRAFT = (0.7, 0.04, 0.145, 0.029)  # drafting and verification, + each request, + each draft, + each of both
-GPU_ROWS, GPU_FEW, GPU_FEW_ROWS = 128, 2, 192  # rows of a step up to which K, or GPU_FEW, drafts are planned
+GRAPH_ROWS = 512  # of the largest batch that vLLM captures in a CUDA graph by default
 BALANCE = 240  # rows that compute as long as the target's weights take to read (H100)
 GPU_DRAFT = (0.05, 0.01)  # launches of a draft, + each draft, in the same unit of time
-GPU_LENGTHS = 3  # distinct K: vLLM captures a graph of the target for each K and batch size
+GPU_LENGTHS = 3  # distinct K of PTP: vLLM captures a graph of the target for each K and batch size
 
 
 def gpu_schedule(num_drafts: int) -> Schedule:
-    """Return the most drafts by batch size on a GPU: as many as keep a step's rows below GPU_ROWS or GPU_FEW_ROWS."""
-    few = min(num_drafts, GPU_FEW)
-    return merge_ranges(
-        [
-            num_drafts if batch * (1 + num_drafts) <= GPU_ROWS else few if batch * (1 + few) <= GPU_FEW_ROWS else 0
-            for batch in range(1, LARGEST + 1)
-        ]
-    )
+    """Return the most drafts that are planned by batch size on a GPU: as many as keep a step in a CUDA graph."""
+    arms = draft_arms(num_drafts)
+    most = [[k for k in arms if not k or batch * (1 + k) <= GRAPH_ROWS][-1] for batch in range(1, LARGEST + 1)]
+    return merge_ranges(most)
 
 
 def prior_costs(

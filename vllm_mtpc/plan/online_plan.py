@@ -141,6 +141,10 @@ class OnlinePlan:
         self.decoded, self.lost = 0.0, 0.0  # seconds of decoding steps, and of what trials lost, since `take_times`
         self.update(np.ones(CLASSES), 1)
 
+    def set_costs(self, costs: Floats) -> None:
+        """Start from measured costs of steps, [max_num_seqs + 1, A], in place of the prior."""
+        self.prior = np.where(np.isfinite(self.prior), costs, self.prior)
+
     def finish_step(
         self,
         seconds: float,

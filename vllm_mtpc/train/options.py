@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -102,9 +101,6 @@ class TrainOptions(create_model("KindOptions", **option_fields())):  # type: ign
     @model_validator(mode="before")
     @classmethod
     def _add_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
-        if "law_trust" in values:
-            warnings.warn("law_trust is now distribution_trust, and is read for one more release", stacklevel=2)
-            values = {"distribution_trust" if key == "law_trust" else key: value for key, value in values.items()}
         return {**_trainer(values.get("head")).defaults, **values}
 
     @model_validator(mode="after")
