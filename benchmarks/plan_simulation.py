@@ -19,7 +19,8 @@ import numpy as np
 from tqdm import tqdm
 
 from vllm_mtpc.engine import provenance
-from vllm_mtpc.plan.online_plan import CLASSES, Floats, OnlinePlan, draft_arms, request_class
+from vllm_mtpc.plan.draft_schedule import draft_arms
+from vllm_mtpc.plan.online_plan import CLASSES, Floats, OnlinePlan, request_class
 from vllm_mtpc.report import check_file, write_json
 
 BANDWIDTH, FLOPS = 3.35e12, 8e14  # of an H100: bytes/s, and realistic FLOP/s in bfloat16

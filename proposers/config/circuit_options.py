@@ -22,8 +22,7 @@ from vllm_mtpc.config.base import AnyHeadConfig
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import ServeConfigError, one_line
 from vllm_mtpc.heads import HEADS
-from vllm_mtpc.plan.draft_schedule import KEY, LARGEST, Schedule, gpu_schedule, relative_load
-from vllm_mtpc.plan.online_plan import draft_arms
+from vllm_mtpc.plan.draft_schedule import KEY, LARGEST, Schedule, draft_arms, gpu_schedule, relative_load
 from vllm_mtpc.proposers.config.engine_checks import check_draft_layers, check_structured_outputs, how_to_v2
 from vllm_mtpc.proposers.config.switches import logger
 

@@ -16,8 +16,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_mtpc.checkpoint.metadata import measured_acceptance
-from vllm_mtpc.plan.draft_schedule import expand_schedule, prior_costs, target_products
-from vllm_mtpc.plan.online_plan import CLASSES, OnlinePlan, card_rates, request_class
+from vllm_mtpc.plan.draft_schedule import card_rates, expand_schedule, prior_costs, target_products
+from vllm_mtpc.plan.online_plan import CLASSES, OnlinePlan, request_class
 from vllm_mtpc.proposers.config.request_options import excludes_drafts, max_drafts
 from vllm_mtpc.proposers.config.switches import logger
 from vllm_mtpc.proposers.heads.counts import COSTS, PRUNED, append_counts, class_name, count_by_class
@@ -78,6 +78,7 @@ class HeadScheduler(Scheduler):
         self.structured_output_manager.__class__ = HeadStructuredOutputManager
         self.drafts_asked: dict[str, int] = {}  # by request that asked for fewer drafts than the engine makes
         self.without_drafts: set[str] = set()  # requests whose batch has no drafts
+        self.sampled: set[str] = set()  # requests with a temperature
         self.kinds: dict[str, str] = {}  # class of each request, for counters
         self.counts, self.counted_steps = Counter[str](), 0  # not sent to the front end yet
         self.warned = False  # that no draft is accepted
@@ -96,12 +97,15 @@ class HeadScheduler(Scheduler):
             self.drafts_asked[name] = asked
         if excludes_drafts(request.sampling_params):
             self.without_drafts.add(name)
+        if is_sampled(request):
+            self.sampled.add(name)
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         name = request.request_id
         self.kinds.pop(name, None)
         self.drafts_asked.pop(name, None)
         self.without_drafts.discard(name)
+        self.sampled.discard(name)
         return super()._free_request(request, *args, **kwargs)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -191,7 +195,8 @@ class HeadScheduler(Scheduler):
             for name, tokens in zip(output.req_ids, output.sampled_token_ids, strict=False):
                 if (count := len(drafts.get(name, ()))) and len(tokens) and (request := self.requests.get(name)):
                     outcomes.append((class_of(request), count, len(tokens) - 1))
-        if plan.finish_step(now - ended, batch, verified, drafted, is_decoding and was_decoding, outcomes):
+        decoding = is_decoding and was_decoding
+        if plan.finish_step(now - ended, batch, verified, drafted, decoding, outcomes, bool(self.sampled)):
             kinds = np.bincount(list(map(class_of, self.running)), minlength=CLASSES)
             context = sum(request.num_computed_tokens for request in self.running) if self.kv_cost else 0
             plan.update(kinds.astype(float), batch, self.kv_cost * context)
@@ -202,7 +207,11 @@ class HeadScheduler(Scheduler):
                 logger.warning(text, 100 * share)
 
 
+def is_sampled(request: Any) -> bool:
+    """Return whether one of vLLM's requests is sampled."""
+    return request.sampling_params is None or request.sampling_params.temperature > 0
+
+
 def class_of(request: Any) -> int:
     """Return the class of acceptance of one of vLLM's requests."""
-    sampling = request.sampling_params
-    return request_class(sampling is None or sampling.temperature > 0, request.num_computed_tokens)
+    return request_class(is_sampled(request), request.num_computed_tokens)

@@ -208,21 +208,6 @@ def init_speculator(original: Callable[..., Any], vllm_config: Any, device: Any,
     return speculator_class(vllm_config.speculative_config)(vllm_config, device)
 
 
-@patch(
-    "vllm.v1.worker.gpu.cudagraph_utils",
-    "build_dynamic_sd_schedule_lookup",
-    needs=("num_speculative_tokens_per_batch_size", "vllm_num_speculative_tokens"),
-)
-def graphs_of_planned_drafts(original: Callable[..., list[int]], ranges: Any, **sizes: Any) -> list[int]:
-    """Capture the target for every K of the online plan. Applied in a worker of Model Runner V2."""
-    from vllm_mtpc.plan.draft_schedule import gpu_schedule
-    from vllm_mtpc.plan.online_plan import draft_arms
-
-    most = sizes["vllm_num_speculative_tokens"]
-    is_default = [*map(tuple, ranges)] == gpu_schedule(most)
-    return [*original(ranges, **sizes), *(draft_arms(most) if is_default else ())]
-
-
 def create_config(engine_args: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return our config for the user's options; vLLM's `create_speculative_config` merges flags and options."""
     from vllm.engine import arg_utils
@@ -315,6 +300,5 @@ EVERY_PROCESS: tuple[Patch, ...] = (
     maybe_disable_dynamic_sd_for_v1,
     expand_batch_to_tokens,
 )
-WITH_V2_WORKER: tuple[Patch, ...] = (init_speculator, graphs_of_planned_drafts)
-WITH_HEAD: tuple[Patch, ...] = (validate_spec_decode, spec_decoding_logging, spec_decoding_prom, *WITH_V2_WORKER)
+WITH_HEAD: tuple[Patch, ...] = (validate_spec_decode, spec_decoding_logging, spec_decoding_prom, init_speculator)
 WITH_HEAD_SWAP: tuple[Patch, ...] = (attach_endpoint_plugins,)

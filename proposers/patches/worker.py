@@ -8,7 +8,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_mtpc.proposers.patches.patch import apply, derived, refuse_moved
-from vllm_mtpc.proposers.patches.vllm_patches import WITH_V2_WORKER
+from vllm_mtpc.proposers.patches.vllm_patches import init_speculator
 
 
 def __getattr__(name: str) -> Any:
@@ -26,7 +26,7 @@ class HeadWorker(Worker):
         if self.use_v2_model_runner:
             from vllm_mtpc.proposers.v2.model_runner_v2 import HeadModelRunner
 
-            apply(*WITH_V2_WORKER)
+            apply(init_speculator)
             refuse_moved()
             super().init_device()
         else:

@@ -8,6 +8,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.worker.gpu.lora_utils import LoraState
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+from vllm_mtpc.plan.draft_schedule import KEY
 from vllm_mtpc.proposers.heads.counts import COSTS, attach_counts
 from vllm_mtpc.proposers.heads.grammar_masks import StructuredRequests
 from vllm_mtpc.proposers.v2.step_costs import measure_costs
@@ -55,6 +56,17 @@ class HeadModelRunner(GPUModelRunner):
             setattr(getattr(output, "model_runner_output", output), COSTS, self.costs)
             self.costs = None
         return output
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """Have graphs of the target for every K of the online plan: vLLM captures those that its schedule has."""
+        spec, own = self.speculative_config, vars(self.speculative_config)[KEY]
+        if own and spec.arms:
+            most_first = spec.arms[-1], *spec.arms[:-1]
+            vars(spec)[KEY] = [(batch, batch, drafts) for batch, drafts in enumerate(most_first, start=1)]
+        try:
+            super().initialize_kv_cache(*args, **kwargs)
+        finally:
+            vars(spec)[KEY] = own
 
     def capture_model(self, **kwargs: Any) -> int:
         """Capture, and measure steps for the online plan; not across pipeline stages, which wait for each other."""

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -181,14 +182,28 @@ def test_grammar_masks_once_every_rank_has_compiled_it(monkeypatch: pytest.Monke
 
 
 def test_v2_verifies_the_first_forbidden_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it was not asked for: the token at its place is then from the target's distribution."""
     verifier, probabilities = object.__new__(Verifier), torch.zeros(1, 2, 3)
     monkeypatch.setattr(RejectionSampler, "__call__", lambda self, logits, batch, draft_logits, invalid: invalid)
     #                      a request's rows: its token, then its drafts
     invalid = torch.tensor([False, False, True, True, False, True, False, False, True, True, True])
     expected = torch.tensor([False, False, False, True, False, False, False, False, False, True, True])
-    assert torch.equal(verifier(None, None, probabilities, invalid), expected)
-    assert verifier(None, None, None, invalid) is invalid, "argmax drafts have no residual distribution"
-    assert verifier(None, None, probabilities, None) is None
+    requests, most, verifier.num_speculative_steps = [4, 3, 4], np.array([3, 3, 3]), 3
+    states = SimpleNamespace(most=SimpleNamespace(np=most, gpu=torch.from_numpy(most)))
+    verifier.sampler = SimpleNamespace(sampling_states=states)
+    rows = (
+        torch.arange(3).repeat_interleave(torch.tensor(requests)),
+        torch.cat([torch.arange(rows) for rows in requests]),
+    )
+    names = "idx_mapping_np", "expanded_idx_mapping", "expanded_local_pos"
+    step = SimpleNamespace(**dict(zip(names, (np.arange(3), *rows), strict=True)))
+    assert torch.equal(verifier(None, step, probabilities, invalid), expected)
+    assert verifier(None, step, None, invalid) is invalid, "argmax drafts have no residual distribution"
+    assert verifier(None, step, probabilities, None) is None
+    most[1:] = 1, 0
+    expected[[6, 8]] = True
+    assert torch.equal(verifier(None, step, probabilities, invalid), expected)
+    assert verifier(None, step, probabilities, None).nonzero()[:, 0].tolist() == [6, 8, 9, 10]
 
 
 def test_scheduler_keeps_the_first_forbidden_draft_on_v2() -> None:
@@ -240,9 +255,9 @@ def steps(place: Path, at_once: int) -> dict[str, Any]:
     """In a fork: a step without grammars and one with, and tokens that vLLM samples from the scored conditionals."""
     from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
-    from vllm_mtpc.proposers.v2 import speculator as module
+    from vllm_mtpc.proposers.config import draft_memory
 
-    small = mock.patch.object(module, "SMALL_LEAVES", at_once)
+    small = mock.patch.object(draft_memory, "SMALL_LEAVES", at_once)
     with small, speculator(Setting(place, 6, logits_bytes=at_once)) as made:
         given = batch(made, REQUESTS)
         names = given["input_batch"].req_ids = [f"r{row}" for row in range(REQUESTS)]

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from benchmarks import plan_simulation as simulation
-from vllm_mtpc.plan.online_plan import CLASSES, EXPLORE, OnlinePlan, card_rates, draft_arms, request_class
+from vllm_mtpc.plan.draft_schedule import card_rates, draft_arms
+from vllm_mtpc.plan.online_plan import CLASSES, EXPLORE, OnlinePlan, request_class
 from vllm_mtpc.proposers.v2 import step_costs
 from vllm_mtpc.proposers.v2.step_costs import REPLAYS
 
@@ -36,7 +37,7 @@ def make_plan(prior: Cost = CHEAP, accepted: float = 0.7) -> OnlinePlan:
 
 
 def serve(
-    plan: OnlinePlan, took: Cost, accepted: float, steps: int, batch: int = 1, seed: int = 0
+    plan: OnlinePlan, took: Cost, accepted: float, steps: int, batch: int = 1, seed: int = 0, is_sampled: bool = True
 ) -> tuple[list[int], float, int]:
     """Run steps; return the K of each, their seconds, and the emitted tokens."""
     rng, chosen, seconds, tokens, verified = np.random.default_rng(seed), [], 0.0, 0, 0
@@ -46,7 +47,7 @@ def serve(
         hits = (rng.random((batch, 1)) < cumulative[:verified]).sum(axis=1)
         outcomes = [(request_class(True, 100), verified, int(hit)) for hit in hits] if verified else []
         elapsed = took(batch, drafts)
-        if plan.finish_step(elapsed, batch, verified, drafts, True, outcomes):
+        if plan.finish_step(elapsed, batch, verified, drafts, True, outcomes, is_sampled):
             plan.update(batch * REQUESTS, batch)
         chosen.append(drafts)
         seconds, tokens, verified = seconds + elapsed, tokens + batch + int(hits.sum()), drafts
@@ -143,6 +144,15 @@ def test_load_that_changes_in_every_step_is_planned_by_its_size() -> None:
         if plan.finish_step(took(batch, drafts), batch, drafts, drafts, True, outcomes):
             plan.update(batch * REQUESTS, batch)
     assert plan.lookup[1] > 0 == plan.lookup[64]
+
+
+def test_costs_of_sampled_requests_are_their_own() -> None:
+    """After one turn of each a plan of the other kind begins with what it knew, in turns of 300 steps."""
+    plan = make_plan()
+    for turn in range(4):
+        for is_sampled, took, best in ((True, DEAR, 0), (False, CHEAP, 7)):
+            chosen, *_ = serve(plan, took, 0.7, 300, seed=turn, is_sampled=is_sampled)
+            assert turn == 0 or np.mean(np.array(chosen) == best) > 0.95, (turn, is_sampled)
 
 
 def test_arms_without_a_prior_are_never_chosen() -> None:

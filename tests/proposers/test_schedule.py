@@ -12,17 +12,19 @@ import numpy as np
 import pytest
 from vllm.config.parallel import ParallelConfig
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from tests.support.configs import engine_config, ptp_config
 from tests.support.engine import DEMO, Call, build, run
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint.metadata import measured_acceptance
 from vllm_mtpc.plan import draft_schedule as schedule
-from vllm_mtpc.plan.online_plan import draft_arms
+from vllm_mtpc.plan.draft_schedule import draft_arms
 from vllm_mtpc.plan.row_groups import most_drafts
 from vllm_mtpc.proposers.config import ptp_options as config_ptp
-from vllm_mtpc.proposers.patches.vllm_patches import graphs_of_planned_drafts
+from vllm_mtpc.proposers.patches.patch import derived
 from vllm_mtpc.proposers.v1.proposer import MtpcProposer
+from vllm_mtpc.proposers.v2.model_runner_v2 import HeadModelRunner
 
 KEY = schedule.KEY
 PASSES = pytest.mark.parametrize(("variant", "draft_pass"), [("o-ptp", "merged"), ("c-ptp", "two-pass")])
@@ -193,7 +195,13 @@ def test_every_planned_number_of_drafts_has_graphs_of_the_target(num_drafts: int
     assert all(
         (high + 1) * (1 + drafts) > schedule.GRAPH_ROWS >= high * (1 + drafts) for _, high, drafts in ranges[:-1]
     )
-    lookup = graphs_of_planned_drafts.replace(build_dynamic_sd_schedule_lookup)
-    sizes = {"vllm_max_batch_size": 8, "vllm_num_speculative_tokens": num_drafts}
-    assert set(lookup(ranges, **sizes)[1:]) == arms
-    assert lookup([(1, 8, num_drafts)], **sizes) == build_dynamic_sd_schedule_lookup([(1, 8, num_drafts)], **sizes)
+    found: set[int] = set()
+
+    class Runner(GPUModelRunner):
+        def initialize_kv_cache(self) -> None:
+            found.update(build_dynamic_sd_schedule_lookup(vars(self.speculative_config)[KEY], 8, num_drafts)[1:])
+
+    runner = object.__new__(derived(HeadModelRunner, Runner))
+    runner.speculative_config = SimpleNamespace(**{KEY: ranges}, arms=draft_arms(num_drafts))
+    runner.initialize_kv_cache()
+    assert found == arms and vars(runner.speculative_config)[KEY] == ranges

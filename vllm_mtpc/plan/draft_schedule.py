@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
-from vllm_mtpc.plan.online_plan import draft_arms
 
 if TYPE_CHECKING:
     from vllm_mtpc.config.mtpc_config import HeadConfig
@@ -27,6 +25,26 @@ GRAPH_ROWS = 512  # of the largest batch that vLLM captures in a CUDA graph by d
 BALANCE = 240  # rows that compute as long as the target's weights take to read (H100)
 GPU_DRAFT = (0.05, 0.01)  # launches of a draft, + each draft, in the same unit of time
 GPU_LENGTHS = 3  # distinct K of PTP: vLLM captures a graph of the target for each K and batch size
+
+ASSUMED = 0.5  # acceptance of a draft that the card does not have
+
+
+def card_rates(measured: Mapping[str, Sequence[float]], num_drafts: int) -> Floats:
+    """Return the acceptance of draft k after accepted drafts, [2, K], from P(the first k accepted) by temperature.
+
+    An absent one of the temperatures "t0" and "t1" takes the values of the other.
+    """
+    rates = np.full((2, num_drafts), ASSUMED)
+    for row, key in zip(rates, ("t0", "t1"), strict=True):
+        values = measured.get(key) or next(iter(measured.values()), [])
+        for k, (before, value) in enumerate(pairwise([1.0, *values[:num_drafts]])):
+            row[k] = value / before if before > 0 else ASSUMED
+    return rates.clip(0.02, 0.98)
+
+
+def draft_arms(num_drafts: int) -> tuple[int, ...]:
+    """Return the K to choose from: 0, 1, 3, 7, ... and `num_drafts`; each has graphs of its own on a GPU."""
+    return (*(2**i - 1 for i in range(num_drafts.bit_length()) if 2**i - 1 < num_drafts), num_drafts)
 
 
 def gpu_schedule(num_drafts: int) -> Schedule:

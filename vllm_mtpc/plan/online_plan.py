@@ -1,6 +1,6 @@
 """Plan the number K of drafts per request by observed seconds and observed acceptance.
 
-For each bucket of batch sizes and each K of a few (the arms), the plan keeps
+For each bucket of batch sizes, with and without sampled requests, and each K of a few (the arms), the plan keeps
 
     speed(b, K) = b (1 + sum_k P(the first k drafts are accepted)) / seconds(b, K).
 
@@ -8,15 +8,15 @@ Seconds are a prior (a roofline of the device) times a ratio, observed per bucke
 takes the ratio of its bucket, an unobserved bucket that of all. Acceptance is counted per class of requests (greedy or
 sampled, context length) and starts at the card of the head. The arm with the highest speed serves.
 
-Other arms are tried for a few steps where their upper confidence bound is above the best speed. Each trial is paid from
-the budget of its bucket: EXPLORE of the time of all steps is earned, and what a trial lost is subtracted after it. A
-trial does not start before its expected loss is earned.
+Other arms are tried for a few steps where their upper confidence bound is above the best speed; no drafts, also where
+few of the last steps had none, since a first estimate of a cold engine would keep drafts that lose. Each trial is paid
+from the budget of its bucket: EXPLORE of the time of all steps is earned, and what a trial lost is subtracted after it.
+A trial does not start before its expected loss is earned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,6 @@ Floats = NDArray[np.float64]
 
 CONTEXTS = (4096, 16384, 65536)  # context lengths at which acceptance is counted from zero again
 CLASSES = 2 * (1 + len(CONTEXTS))
-ASSUMED = 0.5  # acceptance of a draft that the card does not have
 PRIOR_COUNT = 4.0  # weight of the card, and of a class of temperatures for its contexts, in observations
 ACCEPTANCE_COUNT = 300.0  # of one draft position at most: older observations decay
 RETRIED_COUNT = 100.0  # the same when drafts are tried after a time without drafts
@@ -41,6 +40,7 @@ HEAD_START = 8.0  # steps that the first trials of a bucket may lose
 TRIAL_STEPS = 8  # the first two are not observed: their rows and drafts are of different arms
 UPDATE_STEPS = 16  # between two updates of the plan
 WIDTH = 0.4  # relative standard deviation of the speed of an unobserved arm; divided by sqrt(1 + steps)
+KNOWN = 3.0  # recent steps without drafts below which they are tried again
 LEAST_LOSS = 0.1  # expected of a trial, as a share of its time
 REJECTED, REJECTED_COUNT = 0.98, 100  # share of rejected first drafts that is reported, and the least drafts for it
 MARGIN = 1.015  # least speed of an arm over the serving one that it replaces, and over no drafts
@@ -49,24 +49,6 @@ MARGIN = 1.015  # least speed of an arm over the serving one that it replaces, a
 def request_class(is_sampled: bool, context: int) -> int:
     """Return the class of acceptance of a request with so many tokens of context."""
     return len(CONTEXTS) * is_sampled + is_sampled + sum(context > most for most in CONTEXTS)
-
-
-def card_rates(measured: Mapping[str, Sequence[float]], num_drafts: int) -> Floats:
-    """Return the acceptance of draft k after accepted drafts, [2, K], from P(the first k accepted) by temperature.
-
-    An absent one of the temperatures "t0" and "t1" takes the values of the other.
-    """
-    rates = np.full((2, num_drafts), ASSUMED)
-    for row, key in zip(rates, ("t0", "t1"), strict=True):
-        values = measured.get(key) or next(iter(measured.values()), [])
-        for k, (before, value) in enumerate(pairwise([1.0, *values[:num_drafts]])):
-            row[k] = value / before if before > 0 else ASSUMED
-    return rates.clip(0.02, 0.98)
-
-
-def draft_arms(num_drafts: int) -> tuple[int, ...]:
-    """Return the K to choose from: 0, 1, 3, 7, ... and `num_drafts`; each has graphs of its own on a GPU."""
-    return (*(2**i - 1 for i in range(num_drafts.bit_length()) if 2**i - 1 < num_drafts), num_drafts)
 
 
 class Acceptance:
@@ -127,11 +109,12 @@ class OnlinePlan:
 
     def __init__(self, arms: Sequence[int], prior: Floats, card: Floats) -> None:
         self.arms, self.prior, self.acceptance = tuple(arms), prior, Acceptance(card)
-        self.buckets = np.array([max(size - 1, 0).bit_length() for size in range(len(prior))])  # 1, 2, 3-4, 5-8, ...
-        shape = int(self.buckets[-1]) + 1, len(self.arms)
+        self.sizes = np.array([max(size - 1, 0).bit_length() for size in range(len(prior))])  # 1, 2, 3-4, 5-8, ...
+        self.is_sampled = True  # whether requests are: verifying and drafting for them costs more
+        shape = 2 * (int(self.sizes[-1]) + 1), len(self.arms)
         self.ratios = np.ones(shape)  # observed seconds / prior, [buckets, A]
         self.counts, self.recent = np.zeros((2, *shape))  # observed steps, and those not long ago
-        self.best = np.zeros(len(prior), dtype=np.int64)  # arm by batch size
+        self.chosen = np.zeros((2, len(prior)), dtype=np.int64)  # arm without and with sampled requests, by batch size
         self.lookup = [0] * len(prior)  # K by batch size, read by vLLM's scheduler
         self.earned = np.zeros(shape[0])  # seconds that trials may lose, by bucket
         self.trial: tuple[int, int] | None = None  # (bucket, arm)
@@ -140,6 +123,14 @@ class OnlinePlan:
         self.shared = 0.0  # seconds of a step beyond the prior, the same for all arms
         self.decoded, self.lost = 0.0, 0.0  # seconds of decoding steps, and of what trials lost, since `take_times`
         self.update(np.ones(CLASSES), 1)
+
+    @property
+    def buckets(self) -> NDArray[np.int64]:  # of each batch size with requests as they are now
+        return 2 * self.sizes + self.is_sampled
+
+    @property
+    def best(self) -> NDArray[np.int64]:  # arm of each batch size
+        return self.chosen[int(self.is_sampled)]
 
     def set_costs(self, costs: Floats) -> None:
         """Start from measured costs of steps, [max_num_seqs + 1, A], in place of the prior."""
@@ -153,6 +144,7 @@ class OnlinePlan:
         drafted: int,
         is_decoding: bool,
         outcomes: Iterable[tuple[int, int, int]] = (),
+        is_sampled: bool = True,
     ) -> bool:
         """Learn from a step of the engine; return whether `update` is due.
 
@@ -161,8 +153,14 @@ class OnlinePlan:
             verified, drafted: K of this step.
             is_decoding: whether the step, and the one before, read no prompt.
             outcomes: (class, verified drafts, accepted drafts) of each request with drafts.
+            is_sampled: whether a request is sampled.
         """
         self.acceptance.observe(outcomes)
+        if is_sampled != self.is_sampled:
+            if self.trial:  # it ends without a result
+                self.earned[self.trial[0]] -= self._trial_seconds
+            self.is_sampled, self.trial, self._same = is_sampled, None, 0
+            return True
         self._steps += 1
         self._same = self._same + 1 if is_decoding and verified == drafted else 0
         if is_decoding and SHORTEST_S <= seconds <= LONGEST_S:
@@ -189,11 +187,11 @@ class OnlinePlan:
         seconds, speeds = self.estimate(requests)
         sizes, best = np.arange(len(self.prior)), speeds.argmax(axis=1)
         best[speeds[sizes, best] < MARGIN * speeds[:, 0]] = 0
-        self.best = np.where(speeds[sizes, self.best] * MARGIN < speeds[sizes, best], best, self.best)
-        self.best[best == 0] = 0
+        is_better = (speeds[sizes, self.best] * MARGIN < speeds[sizes, best]) | (best == 0)
+        self.best[is_better] = best[is_better]
         if self.trial:
             bucket, arm = self.trial
-            size = min(2**bucket, len(self.prior) - 1)
+            size = min(2 ** (bucket // 2), len(self.prior) - 1)
             if self.best[size] != arm:
                 lost = self._trial_seconds * max(LEAST_LOSS, 1 - speeds[size, arm] / speeds[size].max())
                 self.earned[bucket] -= lost
@@ -237,6 +235,8 @@ class OnlinePlan:
         bucket, best = int(self.buckets[batch]), int(self.best[batch])
         bounds = speeds * (1 + WIDTH / np.sqrt(1 + self.recent[bucket]))
         bounds[(self.counts[bucket] == 0) & (speeds > 0)] = np.inf  # a prior can be wrong by any factor
+        if self.recent[bucket, 0] < KNOWN:  # what all arms are compared with
+            bounds[0] = np.inf
         bounds[best] = 0
         arm = int(bounds.argmax())
         loss = TRIAL_STEPS * seconds[arm] * max(LEAST_LOSS, 1 - speeds[arm] / speeds[best])
