@@ -31,7 +31,7 @@ from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.base import DraftParams, Head
 from vllm_mtpc.hf import choose_device
-from vllm_mtpc.kernels.draft import probabilities
+from vllm_mtpc.kernels.draft import is_small, probabilities
 from vllm_mtpc.kernels.pick.naive import of_mass
 from vllm_mtpc.report import check_file, print_table, write_json
 
@@ -200,8 +200,10 @@ def parts(case: Case, batch: int, temperature: float) -> tuple[Callable[[], Any]
     else:
         draw = partial(draw_by_definition, head, temperature)
 
+    in_blocks = weight.device.type == "cuda" and not is_small(head.circuit.num_components, head.vocab_size)
+
     def params() -> DraftParams:
-        return head.draft_params(read(), first, num_drafts)
+        return head.draft_params(read(), first, num_drafts, in_blocks)
 
     return params, partial(draw, params()), lambda: draw(params())
 
@@ -214,7 +216,7 @@ def draw_by_definition(head: Head, temperature: float, given: DraftParams) -> Te
             return log_q.argmax(dim=-1)
         return of_mass(torch.softmax(log_q / temperature, dim=-1), torch.rand(len(log_q), dtype=torch.float64))
 
-    return probabilities.draft(head.circuit.program, *given, pick=pick)
+    return probabilities.draft(head.circuit.program, *given[:6], pick=pick)
 
 
 def backbone_pass(head: BackboneHead, first: Tensor, num_drafts: int) -> Callable[[], Tensor]:

@@ -83,6 +83,9 @@ class Trace(TorchDispatchMode):
             self.count["flops"] += 2 * self.batch * given["weight_ptr"].numel()
         elif kernel.__name__ == "token_bias":
             self.count["flops"] += 2 * self.batch * given["RANK"] * given["vocab_size"]
+        elif kernel.__name__ in ("leaf_blocks", "draft_blocks"):
+            leaves = 1 if "k" in given else given["num_drafts"]
+            self.count["flops"] += 2 * self.batch * leaves * given["r"] * given["LOW"] * given["vocab_size"]
 
 
 def share(name: str, tensor: Tensor, given: dict[str, Any], batch: int) -> float:
@@ -90,8 +93,10 @@ def share(name: str, tensor: Tensor, given: dict[str, Any], batch: int) -> float
     if name in ("source_ptr", "cache_ptr", "temperature_ptr", "seed_ptr"):  # rows of requests
         rows = min(1.0, batch / len(tensor))
         return rows / given["num_drafts"] if name == "cache_ptr" and "k" in given else rows
-    is_one = "k" in given or given.get("bias_ptr") is not None  # of one draft
-    return 1 / DRAFTS if name in ("leaf_ptr", "target_ptr") and is_one else 1.0
+    is_leaf = name in ("leaf_ptr", "low_ptr", "out_ptr", "target_ptr")
+    if is_leaf and "START" in given:
+        return 0.0  # a number per component
+    return 1 / DRAFTS if is_leaf and ("k" in given or given.get("bias_ptr") is not None) else 1.0  # of one draft
 
 
 @contextmanager
@@ -121,9 +126,10 @@ def make_head(V: int, **options: Any) -> Head:
 
 def make_draft(head: Head, batch: int) -> Callable[[], None]:
     """Return the draft of a batch, in the chunks that the speculator makes."""
-    step = rows_at_once(head, [0] + [DRAFTS] * batch, DRAFTS, DTYPE)[DRAFTS]
     size = head.vocab_size
     drafter = Drafter(head.circuit.program, head.circuit.num_components, size, torch.device("cpu"), None)
+    in_blocks = not drafter.one_launch
+    step = rows_at_once(head, [0] + [DRAFTS] * batch, DRAFTS, DTYPE, in_blocks=in_blocks)[DRAFTS]
 
     def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -136,8 +142,9 @@ def make_draft(head: Head, batch: int) -> Callable[[], None]:
         for start in range(0, batch, step):
             rows = slice(start, start + step)
             drafter(
-                *head.draft_params(hidden[rows], first[rows], DRAFTS), slots=slots[rows], temperature=temperature,
-                seeds=seeds, pos=pos[rows], tokens=tokens[rows], confidences=confidences[rows], cache=cache,
+                *head.draft_params(hidden[rows], first[rows], DRAFTS, in_blocks), slots=slots[rows],
+                temperature=temperature, seeds=seeds, pos=pos[rows], tokens=tokens[rows],
+                confidences=confidences[rows], cache=cache,
             )  # fmt: skip
 
     return draft

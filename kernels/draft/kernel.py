@@ -15,6 +15,7 @@ from vllm_mtpc.kernels.draft import TILE, is_small, launches
 from vllm_mtpc.kernels.filter import MAX_COMPONENTS
 from vllm_mtpc.kernels.filter.kernel import encode
 from vllm_mtpc.kernels.filter.program import Program
+from vllm_mtpc.kernels.low_rank import LowRank
 from vllm_mtpc.kernels.shard import Shard
 
 # Sizes are derived from registers (README.md), not measured.
@@ -24,6 +25,12 @@ BLOCKED_TILE = 4096  # for larger leaves: many instances share a leaf
 MIN_BLOCK = 64
 BIAS_CHUNK, BIAS_ROWS, BIAS_BLOCK = 64, 16, 128  # of `token_bias`: a product of tiles takes 16 rows and more
 
+STRIDES = ("leaf_stride", "k_stride", "z_stride")
+ROWS_ARGUMENTS = ("leaf_ptr", "UNIT", *STRIDES)  # of a leaf, in `draft_rows`
+LOW_POINTERS, LOW_STRIDES = ("low_ptr", "out_ptr"), ("low_stride", "low_k_stride", "out_k_stride", "out_stride")
+
+LOW_ROWS = 4  # requests of a program instance, which share the first columns of the components' differences
+
 Arguments = dict[str, Any]  # of a kernel, by name
 
 
@@ -32,8 +39,8 @@ class Batch:
     """The arguments of one call: B requests, K drafts, r components, V columns of a leaf, F inner sums."""
 
     shape: tuple[int, int, int, int]  # B, K, r, V
-    unit: int  # strides of the leaf are multiples of it
-    leaf: Arguments  # logits [B, K, r, V] and their strides, in units
+    leaf: Arguments  # logits [B, K, r or 1, V] and their strides, in units, and the differences of components
+    given: Arguments  # the same of x_1, [B, 1, r or 1, V]; empty: its evidence is known
     circuit: Arguments  # evidence [B, r], root [B, r], inner [B, F, r, r], the program and F
     requests: Arguments  # slots [B], temperature [slots], seeds [slots], pos [B]
     outputs: Arguments  # tokens and confidences [B, K], with the stride of a row
@@ -89,12 +96,13 @@ class Drafter:
 
     def __call__(
         self,
-        evidence: Tensor,
+        evidence: Tensor | None,
         leaf: Tensor,
         root: Tensor,
         inner: Tensor,
         first: Tensor | None = None,
         bigram: Bigram | None = None,
+        low: LowRank | None = None,
         *,
         slots: Tensor,
         temperature: Tensor,
@@ -108,12 +116,14 @@ class Drafter:
         """Write K drafts of every request to `tokens`, with their confidences and conditionals.
 
         Args:
-            evidence: [B, r], log p(x_1 | z); this and the next three in any float dtype.
+            evidence: [B, r], log p(x_1 | z); this and the next three in any float dtype. None, on the path of blocks:
+                the leaves begin with that of x_1.
             leaf: [B, K, r, V], logits of x_2 .. x_(1+K).
             root: [B, r], logits.
             inner: [B, F, r, r], logits.
-            first: [B] int64, x_1; needed with a bigram.
+            first: [B] int64, x_1; needed with a bigram and without evidence.
             bigram: of K positions, over the whole vocabulary also with a shard.
+            low: differences of the components, of the positions of `leaf`, which then is [B, K, 1, V]; in blocks only.
             slots: [B] int, index of a request into temperature, seeds and cache; -1: a padded row, drafted by argmax
                 and not cached.
             temperature: [slots]; 0: the draft is the argmax.
@@ -128,22 +138,21 @@ class Drafter:
         if not tokens.numel():
             return
         leaf = leaf if leaf.stride(3) == 1 else leaf.contiguous()
-        # in units of 16 where rows are aligned, so that loads are wide; strides may depend on the batch and on K, but
-        # whether all are multiples of 16 on the vocabulary alone: nothing is compiled again while serving
-        strides = leaf.stride()[:3]
-        unit = 16 if all(stride % 16 == 0 for stride in strides) else 1
-        stride, k_stride, z_stride = (stride // unit for stride in strides)
+        given = {}
+        if evidence is None:
+            given = _leaf_arguments(leaf[:, :1], low and low.positions(0, 1))
+            leaf, low = leaf[:, 1:], low and low.positions(1)
         if bigram is not None:
             target = bigram.target if bigram.target.stride(2) == 1 else bigram.target.contiguous()
             target = target if self.shard is None else target[..., self.shard.start :]
             bigram = Bigram(bigram.source.contiguous(), target)
         batch = Batch(
-            shape=(len(leaf), leaf.shape[1], leaf.shape[2], leaf.shape[3]),
-            unit=unit,
-            leaf={"leaf_ptr": leaf, "leaf_stride": stride, "k_stride": k_stride, "z_stride": z_stride},
+            shape=(len(leaf), leaf.shape[1], root.shape[1], leaf.shape[3]),
+            leaf=_leaf_arguments(leaf, low),
+            given=given,
             circuit={
-                "evidence_ptr": evidence.contiguous(), "root_ptr": root.contiguous(), "inner_ptr": inner.contiguous(),
-                "program_ptr": self.program, "num_inner": inner.shape[1],
+                "evidence_ptr": None if evidence is None else evidence.contiguous(), "root_ptr": root.contiguous(),
+                "inner_ptr": inner.contiguous(), "program_ptr": self.program, "num_inner": inner.shape[1],
             },
             requests={"slot_ptr": slots, "temperature_ptr": temperature, "seed_ptr": seeds, "pos_ptr": pos},
             outputs={
@@ -151,7 +160,7 @@ class Drafter:
                 "confidence_ptr": confidences, "confidence_stride": confidences.stride(0),
             },
             cache=_cache_arguments(cache),
-            first=None if bigram is None else first, bigram=bigram, draw=draw,
+            first=None if bigram is None and evidence is not None else first, bigram=bigram, draw=draw,
         )  # fmt: skip
         (self._draft_rows if self.one_launch else self._draft_blocks)(batch)
 
@@ -162,11 +171,12 @@ class Drafter:
         rank, strides = (0, (None, None)) if target is None else (target.shape[1], target.stride())
         chunk = min(triton.next_power_of_2(rank), max(1, TILE // 2 // self.tile["BLOCK"])) if rank else 0
         launches.draft_rows[(num_reqs,)](
-            **batch.leaf, first_ptr=batch.first, source_ptr=source,
+            **{name: batch.leaf[name] for name in ROWS_ARGUMENTS},
+            first_ptr=batch.first, source_ptr=source,
             target_ptr=target, target_k_stride=strides[0], target_stride=strides[1],
             **batch.circuit, **batch.requests, **batch.outputs, **batch.cache,
             num_drafts=num_drafts, r=r, vocab_size=vocab_size, **self.noise, DRAW=batch.draw, **self.tile,
-            DEPTH=self.sizes["DEPTH"], BLOCKS=self.num_blocks, UNIT=batch.unit, RANK=rank, CHUNK=chunk, **REGISTERS,
+            DEPTH=self.sizes["DEPTH"], BLOCKS=self.num_blocks, RANK=rank, CHUNK=chunk, **REGISTERS,
         )  # fmt: skip
 
     def _draft_blocks(self, batch: Batch) -> None:
@@ -175,6 +185,7 @@ class Drafter:
         shard, blocks, size, bigram = self.shard, self.num_blocks, self.sizes["R"], batch.bigram
         begin, cache, columns, written = None, batch.cache["cache_ptr"], None, batch.cache
         leaves = num_drafts if bigram is None else 1  # normalised together
+        rows = LOW_ROWS if batch.leaf["LOW"] else 1
         width = -(-self.width // 16) * 16  # a stride that is specialised alike, whatever the batch and K
         buffer = partial(torch.empty, dtype=torch.float32, device=batch.leaf["leaf_ptr"].device)
         tops, totals = (buffer(num_reqs, leaves, blocks, size) for _ in range(2))
@@ -190,23 +201,30 @@ class Drafter:
                 written = _cache_arguments(columns)
         biases = {"bias_ptr": bias, "bias_stride": 0 if bias is None else width}
         shared = {"r": r, **self.sizes}
+
+        def normalise(leaf: Arguments, count: int, k: int, biases: Arguments, start: bool) -> None:
+            launches.leaf_blocks[(triton.cdiv(num_reqs, rows), blocks, count)](
+                **leaf, **biases, draft=k, top_ptr=tops, total_ptr=totals,
+                num_drafts=count, batch=num_reqs, r=r, vocab_size=vocab_size, **self.tile, ROWS=rows,
+            )  # fmt: skip
+            launches.start_rows[(count, num_reqs)](
+                **leaf, **batch.circuit, first_ptr=batch.first, top_ptr=tops, total_ptr=totals, norm_ptr=norms,
+                state_ptr=state, num_drafts=count, num_blocks=blocks, **shared,
+                CHUNK=max(1, BLOCKED_TILE // size), START=start,
+            )  # fmt: skip
+
+        if batch.given:
+            normalise(batch.given, 1, 0, {"bias_ptr": None, "bias_stride": 0}, True)
         for k in range(num_drafts):
             if bias is not None:
                 self._add_bias(batch, k, bias, vocab_size)
             if k % leaves == 0:
-                launches.leaf_blocks[(blocks, leaves, num_reqs)](
-                    **batch.leaf, **biases, draft=k, top_ptr=tops, total_ptr=totals,
-                    num_drafts=leaves, r=r, vocab_size=vocab_size, UNIT=batch.unit, **self.tile,
-                )  # fmt: skip
-                launches.start_rows[(leaves, num_reqs)](
-                    **batch.circuit, top_ptr=tops, total_ptr=totals, norm_ptr=norms, state_ptr=state,
-                    num_drafts=leaves, num_blocks=blocks, **shared, CHUNK=max(1, BLOCKED_TILE // size), START=k == 0,
-                )  # fmt: skip
+                normalise(batch.leaf, leaves, k, biases, k == 0 and not batch.given)
                 whole_norms = norms if shard is None else shard.normalisers(norms)
-            launches.draft_blocks[(blocks, num_reqs)](
+            launches.draft_blocks[(triton.cdiv(num_reqs, rows), blocks)](
                 **batch.leaf, **biases, norm_ptr=whole_norms, state_ptr=state, **batch.requests, **written,
-                record_ptr=records, k=k, num_drafts=num_drafts, r=r, vocab_size=vocab_size, begin=begin,
-                **self.noise, DRAW=batch.draw, UNIT=batch.unit, **self.tile,
+                record_ptr=records, k=k, num_drafts=num_drafts, batch=num_reqs, r=r, vocab_size=vocab_size,
+                begin=begin, **self.noise, DRAW=batch.draw, **self.tile, ROWS=rows,
             )  # fmt: skip
             launches.choose[(num_reqs,)](
                 record_ptr=records if shard is None else shard.gather(self._nominate(records)),
@@ -241,6 +259,19 @@ class Drafter:
             bias_ptr=bias, width=width, k=k, batch=num_reqs, vocab_size=vocab_size, RANK=rank,
             CHUNK=min(BIAS_CHUNK, max(16, triton.next_power_of_2(rank))), ROWS=BIAS_ROWS, BLOCK=BIAS_BLOCK,
         )  # fmt: skip
+
+
+def _leaf_arguments(leaf: Tensor, low: LowRank | None) -> Arguments:
+    # in units of 16 where rows are aligned, so that loads are wide; strides may depend on the batch and on K, but
+    # whether all are multiples of 16 on the vocabulary alone: nothing is compiled again while serving
+    strides = leaf.stride()[:3]
+    unit = 16 if all(stride % 16 == 0 for stride in strides) else 1
+    made = {"leaf_ptr": leaf, "UNIT": unit, **dict(zip(STRIDES, (stride // unit for stride in strides), strict=True))}
+    if low is None:
+        return made | dict.fromkeys(LOW_POINTERS) | dict.fromkeys(LOW_STRIDES, 0) | {"LOW": 0}
+    strides, rank = (*low.low.stride()[:2], *low.out.stride()[:2]), low.out.shape[1]
+    made |= {"low_ptr": low.low, "out_ptr": low.out, **dict(zip(LOW_STRIDES, strides, strict=True))}
+    return made | {"LOW": rank}
 
 
 def _cache_arguments(cache: Tensor | None) -> Arguments:

@@ -2,8 +2,8 @@
 
 Vectors [R] and the stack are those of `filter.kernel`; a tile is [R, BLOCK], components by tokens. Between launches the
 state of a circuit is in memory, [1 + DEPTH, B, R]: weights, then the stack. A part of a conditional is summarised in a
-record of 5 + R numbers: the noised value of its best token, that token, the moments (maximum of log q / T, sum of
-exp(. - maximum) and of its square), the token's evidence, all in the value's dtype.
+record of 5 + R numbers of one dtype: its best token's noised value, that token, the maximum of log q / T, the sums of
+exp(. - maximum) and of its square, the token's evidence.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import triton.language as tl
 from vllm_mtpc.kernels.filter import kernel as machine
 from vllm_mtpc.kernels.leaf.kernel import WIDEN
 
+STRIDES = ("leaf_stride", "k_stride", "z_stride", "low_stride", "low_k_stride")  # that depend on the batch or on K
+LOW_CHUNK: tl.constexpr = tl.constexpr(16)  # columns of the components' differences in a product of tiles
 RECORD: tl.constexpr = tl.constexpr(5)  # numbers of a record, in addition to one per component
 
 
@@ -25,6 +27,43 @@ def load_tile(leaf_ptr, z_stride, token, vocab_size, r, R: tl.constexpr):
     offset = z[:, None].to(tl.int64) * z_stride + token[None, :]
     x = tl.load(leaf_ptr + offset, mask=inside, other=float("-inf")).to(tl.float32)
     return tl.where(z[:, None] < r, x, 0.0)
+
+
+@triton.jit
+def load_low(low_ptr, begin, r, R: tl.constexpr, LOW: tl.constexpr):
+    """Columns [R, LOW_CHUNK] of low [r, LOW], the components' differences (`kernels/low_rank.py`)."""
+    z, c = tl.arange(0, R), begin + tl.arange(0, LOW_CHUNK)
+    low = tl.load(low_ptr + z[:, None] * LOW + c[None, :], mask=(z[:, None] < r) & (c[None, :] < LOW), other=0.0)
+    return low.to(tl.float32) if WIDEN else low
+
+
+@triton.jit
+def load_out(out_ptr, out_stride, begin, token, vocab_size, LOW: tl.constexpr):
+    """Rows [LOW_CHUNK, BLOCK] of out [LOW, V]; LOW 0: 0."""
+    out = 0
+    if LOW > 0:
+        c, is_token = begin + tl.arange(0, LOW_CHUNK)[:, None], token[None, :] < vocab_size
+        out = tl.load(out_ptr + c.to(tl.int64) * out_stride + token[None, :], mask=(c < LOW) & is_token, other=0.0)
+        out = out.to(tl.float32) if WIDEN else out
+    return out
+
+
+@triton.jit
+def load_leaf(
+    leaf_ptr, z_stride, low_ptr, out_ptr, out_stride, out, token, vocab_size, r,
+    R: tl.constexpr, LOW: tl.constexpr,
+):  # fmt: skip
+    """A tile; LOW > 0: of common logits and the differences low times out, whose first rows `out` are loaded."""
+    if LOW == 0:
+        tile = load_tile(leaf_ptr, z_stride, token, vocab_size, r, R)
+    else:
+        tile = tl.dot(load_low(low_ptr, 0, r, R, LOW), out, input_precision="ieee")
+        for begin in range(LOW_CHUNK, LOW, LOW_CHUNK):
+            more = load_out(out_ptr, out_stride, begin, token, vocab_size, LOW)
+            tile = tl.dot(load_low(low_ptr, begin, r, R, LOW), more, tile, input_precision="ieee")
+        common = tl.load(leaf_ptr + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
+        tile = tl.where(tl.arange(0, R)[:, None] < r, tile + common[None, :], 0.0)
+    return tile
 
 
 @triton.jit
@@ -83,18 +122,30 @@ def request(slot_ptr, temperature_ptr, seed_ptr, pos_ptr, row, DRAW: tl.constexp
 
 
 @triton.jit
-def evidence(leaf_ptr, z_stride, token, norm, r, R: tl.constexpr):
+def evidence(
+    leaf_ptr, z_stride, low_ptr, out_ptr, out_stride, token, norm, r,
+    R: tl.constexpr, LOW: tl.constexpr,
+):  # fmt: skip
     """Return log p(token | z) [R], finite beyond r."""
-    z = tl.arange(0, R)
-    x = tl.load(leaf_ptr + z.to(tl.int64) * z_stride + token, mask=z < r, other=0.0).to(tl.float32)
+    at = leaf_ptr + tl.arange(0, R).to(tl.int64) * (0 if LOW > 0 else z_stride) + token
+    x = tl.load(at, mask=tl.arange(0, R) < r, other=0.0).to(tl.float32)
+    if LOW > 0:
+        for begin in range(0, LOW, LOW_CHUNK):
+            c = begin + tl.arange(0, LOW_CHUNK)
+            out = tl.load(out_ptr + c.to(tl.int64) * out_stride + token, mask=c < LOW, other=0.0).to(tl.float32)
+            x += tl.sum(load_low(low_ptr, begin, r, R, LOW).to(tl.float32) * out[None, :], axis=1)
     return tl.where(x > float("-inf"), x - norm, float("-inf"))
 
 
 @triton.jit
-def start(evidence_ptr, root_ptr, inner_ptr, program_ptr, row, r, R: tl.constexpr, DEPTH: tl.constexpr):
-    """Weights [R] and stack at the first draft, conditioned on x_1; inner_ptr: of the row."""
-    z = tl.arange(0, R)
-    message = tl.load(evidence_ptr + row * r + z, mask=z < r, other=0.0).to(tl.float32)
+def given_evidence(evidence_ptr, row, r, R: tl.constexpr):
+    """Return log p(x_1 | z) [R] of a row, 0 beyond r."""
+    return tl.load(evidence_ptr + row * r + tl.arange(0, R), mask=tl.arange(0, R) < r, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def start(message, root_ptr, inner_ptr, program_ptr, row, r, R: tl.constexpr, DEPTH: tl.constexpr):
+    """Weights [R] and stack at the first draft, conditioned on x_1 by its evidence; inner_ptr: of the row."""
     weights = machine.normalise(machine.load_vector(root_ptr + row * r, r, R))
     stack = tl.full([DEPTH, R], float("-inf"), tl.float32)
     for k in range(2):
@@ -162,36 +213,57 @@ def token_bias(
     tl.store(bias_ptr + row[:, None] * width + token[None, :], bias, mask=is_row[:, None] & (token[None, :] < width))
 
 
-@triton.jit(do_not_specialize=["leaf_stride", "k_stride", "z_stride", "num_drafts", "draft"])
+@triton.jit(
+    do_not_specialize=[*STRIDES, "num_drafts", "draft", "batch"],
+    do_not_specialize_on_alignment=["low_ptr"],
+)
 def leaf_blocks(
     leaf_ptr, leaf_stride, k_stride, z_stride,
-    bias_ptr, bias_stride, draft, top_ptr, total_ptr, num_drafts, r, vocab_size,
-    R: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
+    low_ptr, low_stride, low_k_stride, out_ptr, out_k_stride, out_stride,
+    bias_ptr, bias_stride, draft, top_ptr, total_ptr, num_drafts, batch, r, vocab_size,
+    R: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Maximum and sum of every component in one block of one leaf.
+    """Maximum and sum of every component in one block of one leaf of ROWS requests.
 
     bias_ptr, if not None: bias [B, bias_stride] of the token before; the only leaf is that of `draft`.
     """
-    block, place, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    k = place if bias_ptr is None else draft
-    leaf = leaf_ptr + (row * leaf_stride + k.to(tl.int64) * k_stride) * UNIT
+    group, block, place = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    k = (place if bias_ptr is None else draft).to(tl.int64)
+    if LOW > 0:
+        out_ptr += k * out_k_stride
     token = block * BLOCK + tl.arange(0, BLOCK)
-    tile = load_tile(leaf, z_stride.to(tl.int64) * UNIT, token, vocab_size, r, R)
-    if bias_ptr is not None:
-        tile += tl.load(bias_ptr + row * bias_stride + token, mask=token < vocab_size, other=0.0)[None, :]
-    top, total = add_block(tile, tl.full([R], float("-inf"), tl.float32), tl.full([R], 0.0, tl.float32))
-    at = ((row * num_drafts + place) * tl.num_programs(0) + block) * R + tl.arange(0, R)
-    tl.store(top_ptr + at, top)
-    tl.store(total_ptr + at, total)
+    z_stride = z_stride.to(tl.int64) * UNIT
+    out = load_out(out_ptr, out_stride, 0, token, vocab_size, LOW)
+    for index in range(ROWS):
+        row = group * ROWS + index
+        if row < batch:
+            leaf = leaf_ptr + (row * leaf_stride + k * k_stride) * UNIT
+            low = low_ptr if LOW == 0 else low_ptr + row * low_stride + k * low_k_stride
+            tile = load_leaf(leaf, z_stride, low, out_ptr, out_stride, out, token, vocab_size, r, R, LOW)
+            if bias_ptr is not None:
+                tile += tl.load(bias_ptr + row * bias_stride + token, mask=token < vocab_size, other=0.0)[None, :]
+            top, total = add_block(tile, tl.full([R], float("-inf"), tl.float32), tl.full([R], 0.0, tl.float32))
+            at = ((row * num_drafts + place) * tl.num_programs(1) + block) * R + tl.arange(0, R)
+            tl.store(top_ptr + at, top)
+            tl.store(total_ptr + at, total)
 
 
-@triton.jit(do_not_specialize=["num_drafts", "num_inner"])
+@triton.jit(
+    do_not_specialize=[*STRIDES, "num_drafts", "num_inner"],
+    do_not_specialize_on_alignment=["first_ptr", "low_ptr"],
+)
 def start_rows(
+    leaf_ptr, leaf_stride, k_stride, z_stride,
+    low_ptr, low_stride, low_k_stride, out_ptr, out_k_stride, out_stride, first_ptr,
     evidence_ptr, root_ptr, inner_ptr, program_ptr, top_ptr, total_ptr, norm_ptr, state_ptr,
     num_drafts, num_inner, r, num_blocks,
     R: tl.constexpr, DEPTH: tl.constexpr, CHUNK: tl.constexpr, START: tl.constexpr,
+    UNIT: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
-    """Normalisers [R] of one leaf from those of its blocks; START: also the state at the first draft."""
+    """Normalisers [R] of one leaf from those of its blocks; START: also the state at the first draft.
+
+    evidence_ptr None: the leaf is that of x_1 = first_ptr [B].
+    """
     k, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     z = tl.arange(0, R)
     top, total = tl.full([R], float("-inf"), tl.float32), tl.full([R], 0.0, tl.float32)
@@ -207,57 +279,72 @@ def start_rows(
     norm = machine.finite(top) + tl.log(total)
     tl.store(norm_ptr + (row * num_drafts + k) * R + z, norm)
     if START and k == 0:
+        if evidence_ptr is None:
+            leaf, stride = leaf_ptr + row * leaf_stride * UNIT, z_stride.to(tl.int64) * UNIT
+            low = low_ptr if LOW == 0 else low_ptr + row * low_stride
+            token = tl.load(first_ptr + row)
+            message = evidence(leaf, stride, low, out_ptr, out_stride, token, norm, r, R, LOW)
+        else:
+            message = given_evidence(evidence_ptr, row, r, R)
         inner_ptr += row * num_inner * r * r
-        weights, stack = start(evidence_ptr, root_ptr, inner_ptr, program_ptr, row, r, R, DEPTH)
+        weights, stack = start(message, root_ptr, inner_ptr, program_ptr, row, r, R, DEPTH)
         weights_at, stack_at = state_at(state_ptr, row, tl.num_programs(1), R, DEPTH)
         tl.store(weights_at, weights)
         tl.store(stack_at, stack)
 
 
 @triton.jit(
-    do_not_specialize=["leaf_stride", "k_stride", "z_stride", "k", "num_drafts"],
-    do_not_specialize_on_alignment=["slot_ptr", "pos_ptr"],
+    do_not_specialize=[*STRIDES, "k", "num_drafts", "batch"],
+    do_not_specialize_on_alignment=["slot_ptr", "pos_ptr", "low_ptr"],
 )
 def draft_blocks(
     leaf_ptr, leaf_stride, k_stride, z_stride,
+    low_ptr, low_stride, low_k_stride, out_ptr, out_k_stride, out_stride,
     bias_ptr, bias_stride, norm_ptr, state_ptr,
     slot_ptr, temperature_ptr, seed_ptr, pos_ptr,
     cache_ptr, cache_stride, cache_k_stride, record_ptr,
-    k, num_drafts, r, vocab_size, begin,
+    k, num_drafts, batch, r, vocab_size, begin,
     NOISED_ARGMAX: tl.constexpr, DRAW: tl.constexpr, USE_FP64: tl.constexpr,
-    R: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
+    R: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write one block of the conditional of draft k to the cache, and its record [blocks, B, 5 + R].
+    """Write one block of draft k's conditionals of ROWS requests to the cache, and their records [blocks, B, 5 + R].
 
     begin, if not None: the first token of this rank, whose cache has a row per request instead of slots.
     bias_ptr, if not None: bias [B, bias_stride] of the token before; normalisers are those of this draft.
     """
-    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    slot, temperature, scale, seed, pos = request(slot_ptr, temperature_ptr, seed_ptr, pos_ptr, row, DRAW)
-    z = tl.arange(0, R)
-    weights = tl.load(state_ptr + row * R + z)
-    norm = tl.load(norm_ptr + (row * num_drafts + k if bias_ptr is None else row) * R + z)
-    token = block * BLOCK + tl.arange(0, BLOCK)
+    group, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    z, token = tl.arange(0, R), block * BLOCK + tl.arange(0, BLOCK)
     mask = token < vocab_size
-    leaf = leaf_ptr + (row * leaf_stride + k.to(tl.int64) * k_stride) * UNIT
+    if LOW > 0:
+        out_ptr += k.to(tl.int64) * out_k_stride
     z_stride = z_stride.to(tl.int64) * UNIT
-    tile = load_tile(leaf, z_stride, token, vocab_size, r, R)
-    if bias_ptr is not None:
-        tile += tl.load(bias_ptr + row * bias_stride + token, mask=mask, other=0.0)[None, :]
-    log_q = mixture(tile, weights, norm)
-    if cache_ptr is not None:
-        log_q = rounded(log_q, cache_ptr)
-        cached = cache_ptr + (slot if begin is None else row) * cache_stride + k.to(tl.int64) * cache_k_stride
-        tl.store(cached + token, log_q, mask=mask & (slot >= 0))
-    top, first, second = add_moments(
-        log_q, scale, tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
-    )
-    key = token if begin is None else token + begin
-    value, index = NOISED_ARGMAX(log_q, key, mask, seed, pos + k, temperature, IS_DRAFTING=False, USE_FP64=USE_FP64)
-    chosen = block * BLOCK + index
-    message = evidence(leaf, z_stride, chosen, norm, r, R)
-    record_ptr += (block * tl.num_programs(1) + row) * (RECORD + R)
-    keep_record(record_ptr, value, chosen if begin is None else chosen + begin, top, first, second, message, R)
+    out = load_out(out_ptr, out_stride, 0, token, vocab_size, LOW)
+    for number in range(ROWS):
+        row = group * ROWS + number
+        if row < batch:
+            slot, temperature, scale, seed, pos = request(slot_ptr, temperature_ptr, seed_ptr, pos_ptr, row, DRAW)
+            weights = tl.load(state_ptr + row * R + z)
+            norm = tl.load(norm_ptr + (row * num_drafts + k if bias_ptr is None else row) * R + z)
+            leaf = leaf_ptr + (row * leaf_stride + k.to(tl.int64) * k_stride) * UNIT
+            low = low_ptr if LOW == 0 else low_ptr + row * low_stride + k.to(tl.int64) * low_k_stride
+            tile = load_leaf(leaf, z_stride, low, out_ptr, out_stride, out, token, vocab_size, r, R, LOW)
+            if bias_ptr is not None:
+                tile += tl.load(bias_ptr + row * bias_stride + token, mask=mask, other=0.0)[None, :]
+            log_q = mixture(tile, weights, norm)
+            if cache_ptr is not None:
+                log_q = rounded(log_q, cache_ptr)
+                cached = (slot if begin is None else row) * cache_stride + k.to(tl.int64) * cache_k_stride
+                tl.store(cache_ptr + cached + token, log_q, mask=mask & (slot >= 0))
+            none = tl.full([], 0.0, tl.float32)
+            top, first, second = add_moments(log_q, scale, none + float("-inf"), none, none)
+            key = token if begin is None else token + begin
+            value, index = NOISED_ARGMAX(
+                log_q, key, mask, seed, pos + k, temperature, IS_DRAFTING=False, USE_FP64=USE_FP64
+            )
+            chosen = block * BLOCK + index
+            message = evidence(leaf, z_stride, low, out_ptr, out_stride, chosen, norm, r, R, LOW)
+            at = record_ptr + (block * batch + row) * (RECORD + R)
+            keep_record(at, value, chosen if begin is None else chosen + begin, top, first, second, message, R)
 
 
 @triton.jit
@@ -357,7 +444,8 @@ def draft_rows(
     row = tl.program_id(0).to(tl.int64)
     slot, temperature, scale, seed, pos = request(slot_ptr, temperature_ptr, seed_ptr, pos_ptr, row, DRAW)
     inner_ptr += row * num_inner * r * r
-    weights, stack = start(evidence_ptr, root_ptr, inner_ptr, program_ptr, row, r, R, DEPTH)
+    message = given_evidence(evidence_ptr, row, r, R)
+    weights, stack = start(message, root_ptr, inner_ptr, program_ptr, row, r, R, DEPTH)
     leaf_ptr += row * leaf_stride * UNIT
     z_stride *= UNIT
     in_block = tl.arange(0, BLOCK)
@@ -384,8 +472,7 @@ def draft_rows(
         largest = tl.full([], float("-inf"), tl.float64 if USE_FP64 else tl.float32)
         chosen = tl.full([], 0, tl.int64)
         q_top = tl.full([], float("-inf"), tl.float32)
-        first = tl.full([], 0.0, tl.float32)
-        second = tl.full([], 0.0, tl.float32)
+        first, second = tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
         for block in range(BLOCKS):
             token = block * BLOCK + in_block
             if BLOCKS > 1:
@@ -407,7 +494,7 @@ def draft_rows(
         tl.store(token_ptr + row * token_stride + k, chosen)
         tl.store(confidence_ptr + row * confidence_stride + k, confidence(first, second, temperature, DRAW))
         if k + 1 < num_drafts:
-            message = evidence(leaf, z_stride, chosen, norm, r, R)
+            message = evidence(leaf, z_stride, None, None, None, chosen, norm, r, R, 0)
             if RANK > 0:
                 before = chosen
             weights, stack = machine.advance(program_ptr, k + 2, weights, stack, message, inner_ptr, r, R, DEPTH)

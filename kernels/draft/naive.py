@@ -10,6 +10,8 @@ from torch import Tensor
 from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.filter.naive import advance
 from vllm_mtpc.kernels.filter.program import Program
+from vllm_mtpc.kernels.leaf.naive import evidence_of
+from vllm_mtpc.kernels.low_rank import LowRank
 from vllm_mtpc.kernels.shard import Shard
 
 Pick = Callable[[Tensor, int], Tensor]  # (log q [B, V] float32, index of the draft) -> tokens [B]
@@ -17,12 +19,13 @@ Pick = Callable[[Tensor, int], Tensor]  # (log q [B, V] float32, index of the dr
 
 def draft(
     program: Program,
-    evidence: Tensor,
+    evidence: Tensor | None,
     leaf_logits: Tensor,
     root_logits: Tensor,
     inner_logits: Tensor,
     first: Tensor | None = None,
     bigram: Bigram | None = None,
+    low: LowRank | None = None,
     *,
     pick: Pick,
     dtype: torch.dtype = torch.float32,
@@ -32,16 +35,21 @@ def draft(
 
     Args:
         program: of the circuit.
-        evidence: [B, r], log p(x_1 | z), normalised.
+        evidence: [B, r], log p(x_1 | z), normalised; None: the leaves begin with that of x_1.
         leaf_logits: [B, K, r, V], not normalised; with a shard this rank's columns [B, K, r, rows].
         root_logits: [B, r], not normalised.
         inner_logits: [B, F, r, r], not normalised.
-        first: [B] int64, x_1; needed with a bigram.
+        first: [B] int64, x_1; needed with a bigram and without evidence.
         bigram: term of the token before in the logits of each draft.
+        low: differences of the components from leaf_logits, which then are [B, k, 1, V].
         pick: (log q [B, V] float32, k) -> tokens [B].
         dtype: log q is rounded to it before a token is picked, since it is stored and scored in that dtype.
         shard: of a divided vocabulary; every rank picks from the same log q [B, V].
     """
+    if low is not None:
+        leaf_logits = LowRank(low.low.float(), low.out.float()).leaves(leaf_logits.float())
+    if evidence is None:
+        evidence, leaf_logits = evidence_of(leaf_logits[:, 0], first), leaf_logits[:, 1:]
     inner = inner_logits.float().log_softmax(dim=-1)
     weights, stack = advance(program[0], root_logits.float().log_softmax(dim=-1), (), evidence, inner)
     weights, stack = advance(program[1], weights, stack, evidence, inner)

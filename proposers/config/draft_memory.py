@@ -11,16 +11,26 @@ if TYPE_CHECKING:
     from vllm_mtpc.heads.base import Head
 
 LOGITS_BYTES = 1 << 30  # of a draft that exist at once; larger batches are drafted in several goes
+SMALL_LEAVES = 1 << 24  # bytes of float32 leaves that are masked in one chunk whatever memory was measured
 
 
-def logits_bytes(head: Head, drafts: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a request's logits [1, 1 + K, r, V], and of those of x_1 in float32."""
+def logits_bytes(head: Head, drafts: int, dtype: torch.dtype, in_blocks: bool = False) -> int:
+    """Return the bytes of a request's logits; in_blocks: those of `Head.block_leaves`, else of `draft_leaves`."""
     shard, r = head.leaf_shard, head.circuit.num_components
     columns = shard.rows if shard else head.vocab_size
-    base = columns * (1 + drafts) if head.component_rank else 0  # logits [1, 1 + K, V]
-    position, drafted = r * columns, drafts * r * columns
+    base = columns * (1 + drafts) if head.component_rank else 0  # [1, 1 + K, 1, V]
+    drafted = 0 if in_blocks and base else drafts * r * columns  # [1, K, r, V]
+    has_evidence = shard is not None or not (in_blocks and head.needs_lm_head)  # from a float32 copy
+    first = r * columns if has_evidence or not base else 0  # [1, 1, r, V]
     conditionals = drafts * shard.rows * (1 + shard.size) if shard else 0  # [1, K, V], own and of all ranks
-    return (base + position + drafted + conditionals) * dtype.itemsize + position * torch.float32.itemsize
+    copied = first * torch.float32.itemsize if has_evidence else 0
+    return (base + first + drafted + conditionals) * dtype.itemsize + copied
+
+
+def masked_rows(head: Head, num_drafts: int, logits_dtype: torch.dtype) -> int:
+    """Return the structured requests that are drafted at once, with float32 copies of a leaf next to the logits."""
+    leaf_bytes = head.circuit.num_components * head.vocab_size * torch.float32.itemsize
+    return max(1, LOGITS_BYTES // (4 * logits_bytes(head, num_drafts, logits_dtype)), SMALL_LEAVES // leaf_bytes)
 
 
 def rows_at_once(
@@ -30,6 +40,7 @@ def rows_at_once(
     logits_dtype: torch.dtype,
     graph_sizes: Sequence[int] = (),
     arms: Sequence[int] = (),
+    in_blocks: bool = False,
 ) -> dict[int, int]:
     """Return the largest batch with K drafts whose logits fit in LOGITS_BYTES by K, the largest draft first.
 
@@ -37,12 +48,13 @@ def rows_at_once(
         drafts_by_batch, num_drafts: K by batch size (index 0 is unused), and K where no batch has drafts.
         graph_sizes: batch sizes of CUDA graphs, to which batches are padded.
         arms: K of every batch size that has more drafts.
+        in_blocks: whether logits are those of `Head.block_leaves`.
     """
     largest = {drafts: batch for batch, drafts in enumerate(drafts_by_batch) if batch and drafts} or {num_drafts: 1}
     for drafts in arms:
         if batches := [batch for batch, most in enumerate(drafts_by_batch) if batch and 0 < drafts <= most]:
             largest[drafts] = batches[-1]
-    row_bytes = {drafts: logits_bytes(head, drafts, logits_dtype) for drafts in largest}
+    row_bytes = {drafts: logits_bytes(head, drafts, logits_dtype, in_blocks) for drafts in largest}
     rows = {}
     for drafts, batch in largest.items():
         padded = min((size for size in graph_sizes if batch <= size < len(drafts_by_batch)), default=batch)

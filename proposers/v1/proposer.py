@@ -201,7 +201,7 @@ class MtpcProposer:
         shard = self.model.leaf_shard
         is_fast = shard is None and hidden.device.type == "cpu"
         draft = probabilities.draft if is_fast else partial(naive.draft, shard=shard)
-        drafts = draft(self.model.circuit.program, *params, pick=masks.around(pick)).tolist()
+        drafts = draft(self.model.circuit.program, *params[:6], pick=masks.around(pick)).tolist()
         masks.rewind()
         return drafts, masks.lengths
 

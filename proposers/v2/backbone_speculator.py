@@ -103,6 +103,8 @@ class ServedBackbone(nn.Module):
 class BackboneSpeculator(MtpcSpeculator):
     """The drafts of a head with a backbone."""
 
+    attends = True
+
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         head, size = self.speculative_config.head, self.hidden_size

@@ -19,7 +19,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,15 +42,13 @@ from vllm_mtpc.kernels.draft.kernel import Drafter
 from vllm_mtpc.kernels.filter import MAX_COMPONENTS
 from vllm_mtpc.kernels.leaf.kernel import batches
 from vllm_mtpc.plan.draft_schedule import expand_schedule
-from vllm_mtpc.proposers.config.draft_memory import rows_at_once
+from vllm_mtpc.proposers.config.draft_memory import masked_rows, rows_at_once
 from vllm_mtpc.proposers.config.versions import keys_noise_by_draft
 from vllm_mtpc.proposers.heads.grammar_masks import Masks, StructuredRequests
 from vllm_mtpc.proposers.heads.load import kept, load_served_head, log_drafts, weights_dtype
 from vllm_mtpc.proposers.heads.swap import copy_tensors
 from vllm_mtpc.proposers.v2.gather import gather_last_rows
 from vllm_mtpc.proposers.v2.verification import DRAFTING, Verifier, needs_fresh_noise, step_seeds, with_verifier
-
-SMALL_LEAVES = 1 << 24  # bytes of float32 leaves that are masked in one chunk whatever memory was measured
 
 
 def replace_attributes(config: Any, **attributes: Any) -> Any:
@@ -79,7 +77,7 @@ class DraftGraphs(CudaGraphManager):
     to padding rows of these buffers.
 
     Args:
-        mode: of the target; drafts are captured where the target's decode steps are.
+        mode: drafts are captured where it captures decode steps whole.
         drafts_by_batch: drafts (PTP: auxiliary rows per request) of a batch of n requests at index n; 0: none.
         fits: (requests, drafts per request) -> whether the speculator's buffers hold them.
         arms: numbers of drafts of every batch that has more (`OnlinePlan`).
@@ -284,6 +282,8 @@ class HeadSpeculator(DraftModelSpeculator):
 class MtpcSpeculator(HeadSpeculator):
     """The drafts of a circuit head."""
 
+    attends: ClassVar[bool] = False  # whether the draft's graph has attention, which some backends do not capture
+
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self.use_acceptance_estimator = False
@@ -317,8 +317,10 @@ class MtpcSpeculator(HeadSpeculator):
         logits_dtype = self.dtype if head.needs_lm_head else head.hidden_dtype
         sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or ()
         most, arms = self.num_speculative_steps, self.speculative_config.arms
-        self.rows_at_once = rows_at_once(head, self.drafts_by_batch, most, logits_dtype, sizes, arms)
         self.drafter = self._make_drafter(head)
+        in_blocks = self.drafter is not None and not self.drafter.one_launch
+        self.rows_at_once = rows_at_once(head, self.drafts_by_batch, most, logits_dtype, sizes, arms, in_blocks)
+        self.masked_rows = masked_rows(head, most, logits_dtype)
         program = () if self.drafter is None else (self.drafter.program,)
         head.kept = kept((*head.parameters(), *program))
 
@@ -351,6 +353,8 @@ class MtpcSpeculator(HeadSpeculator):
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         arms = self.speculative_config.arms
+        if cudagraph_mode != CUDAGraphMode.NONE and not self.attends:  # whole, also where the target's are piecewise
+            cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
         self.graphs = DraftGraphs(self.vllm_config, self.device, cudagraph_mode, self.drafts_by_batch, arms=arms)
 
     def _prepare_capture(self, num_reqs: int, num_drafts: int) -> Callable[[], None]:
@@ -390,10 +394,11 @@ class MtpcSpeculator(HeadSpeculator):
         step = self.rows_at_once.get(num_drafts, 1)
         for start in range(0, num_reqs, step):
             rows = slice(start, min(start + step, num_reqs))
-            params = self.model.draft_params(self.hidden_states[rows], self.first_tokens[rows], num_drafts)
+            inputs = self.hidden_states[rows], self.first_tokens[rows], num_drafts
             if self.drafter is None:
-                self._sample_sequential(params, rows)
+                self._sample_sequential(self.model.draft_params(*inputs), rows)
                 continue
+            params = self.model.draft_params(*inputs, in_blocks=not self.drafter.one_launch)
             self.drafter(
                 *params,
                 slots=self.idx_mapping[rows],
@@ -445,11 +450,8 @@ class MtpcSpeculator(HeadSpeculator):
     ) -> None:
         """Draft again for the structured requests in these rows, masked with their grammars; waits for the device."""
         assert self.structured is not None  # `propose` asks it for the rows
-        # `_sample_sequential` has float32 copies of a leaf next to the logits: a quarter of the usual rows
-        leaf_bytes = self.model.circuit.num_components * self.model.vocab_size * torch.float32.itemsize
-        step = max(1, self.rows_at_once.get(num_drafts, 1) // 4, SMALL_LEAVES // leaf_bytes)
-        for start in range(0, len(rows), step):
-            chunk = rows[start : start + step]
+        for start in range(0, len(rows), self.masked_rows):
+            chunk = rows[start : start + self.masked_rows]
             index = torch.tensor(chunk, device=self.device)
             req_ids = [input_batch.req_ids[row] for row in chunk]
             masks = self.structured.masks(req_ids, self.idx_mapping[index].long(), num_sampled[index])

@@ -21,6 +21,7 @@ from tests.support.interpreted import launched_kernels
 QUICK = (
     *("demo btree, float64", "demo btree, token 32", "EvaByte btree, token 64, float32"),
     *("Qwen btree, token 64, float32", "Qwen btree, token 64, float64", "Qwen btree, token 64, 2 ranks"),
+    *("Qwen btree, low rank 64, float64", "Qwen btree, low rank 16, float32, token 32"),
     *("EvaByte B=64, float32", "training btree n=16 r=32", "training bfloat16", "PTP V=128256", "rows"),
 )
 
@@ -115,7 +116,7 @@ def _drafting(name: str) -> tuple[Callable[[], None], Callable[[], None]]:
     from vllm_mtpc.config.mtpc_config import HeadConfig
     from vllm_mtpc.heads import build_head
     from vllm_mtpc.plan.draft_schedule import expand_schedule
-    from vllm_mtpc.proposers.config.draft_memory import rows_at_once
+    from vllm_mtpc.proposers.config.draft_memory import masked_rows, rows_at_once
     from vllm_mtpc.proposers.heads.grammar_masks import Follower, Masks
     from vllm_mtpc.proposers.v2 import speculator as module
 
@@ -138,7 +139,9 @@ def _drafting(name: str) -> tuple[Callable[[], None], Callable[[], None]]:
     served.drafter = served._make_drafter(head)
     served.device = torch.device("cuda")
     served.drafts_by_batch = expand_schedule([(1, 32, 7), (33, 256, 3), (257, 1024, 1)], 1024, 7)
-    served.rows_at_once = rows_at_once(head, served.drafts_by_batch, 7, HALF)
+    in_blocks = not served.drafter.one_launch
+    served.rows_at_once = rows_at_once(head, served.drafts_by_batch, 7, HALF, in_blocks=in_blocks)
+    served.masked_rows = masked_rows(head, 7, HALF)
     served.idx_mapping, served.seeds, served.first_tokens, served.noise_pos = zeros(4, 1024, dtype=LONG)
     served.temperature, served.draft_token_confidence_probs = zeros(1024), zeros(1024, 7)
     served.hidden_states = zeros(1024, sizes["hidden_size"], dtype=HALF)

@@ -78,10 +78,12 @@ def draft_on_every_path(places: dict[str, Path]) -> dict[tuple[str, str], list[A
     """In a fork, by head and path: tokens, confidences and conditionals of a full batch."""
     drafts = {}
     for name, place in places.items():
-        for path, size in (("one chunk", 1 << 30), ("chunks", 1 << 16), ("PyTorch", 1 << 30)):
+        for path, size in (("one chunk", 1 << 30), ("chunks", 1 << 16), ("blocks", 1 << 30), ("PyTorch", 1 << 30)):
             with speculator(Setting(place, BATCH, logits_bytes=size)) as made:
                 if path == "PyTorch":
                     made.drafter = None
+                elif path == "blocks" and made.drafter:  # as of large vocabularies
+                    made.drafter.one_launch = False
                 drafts[name, path] = drafted(made, BATCH, DRAFTS)
     return drafts
 

@@ -39,6 +39,7 @@ from vllm_mtpc.engine import provenance
 from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.draft import SMALL_VOCAB
 from vllm_mtpc.kernels.draft.kernel import Drafter
+from vllm_mtpc.kernels.low_rank import LowRank
 from vllm_mtpc.kernels.shard import Shard
 from vllm_mtpc.report import check_file, write_json
 
@@ -128,24 +129,30 @@ def last_of(ranks: int, vocab: int) -> Shard:
     return Shard(ranks - 1, ranks, vocab, lambda own: own.repeat(ranks, 1), -(-vocab // 64) * 64)
 
 
-def draft(noise, name, sizes, drafts=None, dtype=HALF, draw=True, use_fp64=False, ranks=1, token_rank=0) -> None:
-    """The draft kernel on two requests of sizes n, r, V; leaf, cache and bigram have a dtype; on the last rank."""
+def draft(noise, name, sizes, drafts=None, dtype=HALF, draw=True, use_fp64=False, ranks=1, token_rank=0, low=0) -> None:
+    """The draft kernel on two requests of sizes n, r, V; leaf, cache and bigram have a dtype; on the last rank.
+
+    low: rank of the components' differences; the leaves then begin with x_1.
+    """
     n, r, vocab = sizes
     drafts = drafts or n - 1
     circuit = get_circuit(name, n, r)
     shard = last_of(ranks, vocab) if ranks > 1 else None
     drafter = Drafter(circuit.program, r, vocab, META, noise, use_fp64, shard=shard)
-    leaf = empty(2, drafts, r, shard.rows if shard else vocab, dtype=dtype)
+    width = shard.rows if shard else vocab
+    leaf = empty(2, drafts + bool(low), 1 if low else r, width, dtype=dtype)
+    differences = LowRank(empty(2, 1 + drafts, r, low, dtype=dtype), empty(1 + drafts, low, width, dtype=dtype))
     bigram = None
     if token_rank:
         bigram = Bigram(empty(vocab, token_rank, dtype=dtype), empty(n - 1, token_rank, vocab, dtype=dtype))
     drafter(
-        empty(2, r, dtype=WHOLE),
+        None if low else empty(2, r, dtype=WHOLE),
         leaf,
         empty(2, r, dtype=WHOLE),
         empty(2, circuit.num_inner, r, r, dtype=WHOLE),
         empty(2, dtype=LONG),
         bigram,
+        differences if low else None,
         slots=empty(2, dtype=LONG),
         temperature=empty(64, dtype=WHOLE),
         seeds=empty(64, dtype=LONG),
@@ -210,10 +217,13 @@ DRAFTED: dict[str, dict[str, Any]] = {
     "token 64, argmax": {"token_rank": 64, "draw": False},
     "token 64, float64": {"token_rank": 64, "use_fp64": True},
 }
-DIVIDED: dict[str, dict[str, Any]] = {
+IN_BLOCKS: dict[str, dict[str, Any]] = {
     "2 ranks": {"drafts": 2, "ranks": 2},
     "8 ranks": {"drafts": 2, "ranks": 8},
     "token 64, 2 ranks": {"ranks": 2, "token_rank": 64},
+    "low rank 16": {"low": 16},
+    "low rank 64, float64": {"low": 64, "use_fp64": True},
+    "low rank 16, float32, token 32": {"low": 16, "dtype": WHOLE, "token_rank": 32},
 }
 
 
@@ -226,7 +236,7 @@ def served() -> Iterator[tuple[str, Callable[[], Any]]]:
         for name in CIRCUITS:
             yield f"{model} {name}", partial(draft, noise, name, alone if name == "ff" else sizes)
         yield f"{model} ff, token 256", partial(draft, noise, "ff", alone, token_rank=256)
-        for what, options in (DRAFTED | DIVIDED if sizes[2] > SMALL_VOCAB else DRAFTED).items():
+        for what, options in (DRAFTED | IN_BLOCKS if sizes[2] > SMALL_VOCAB else DRAFTED).items():
             yield f"{model} {last}, {what}", partial(draft, noise, last, sizes, **options)
     for model, leaf in {"demo": (8, 257, 128), "EvaByte": (32, 320, 4096), "Llama": (1, 128_256, 4096)}.items():
         for batch in (2, 17, 64):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -14,6 +15,7 @@ from tests.support.interpreted import moved
 from vllm_mtpc.circuits import get_circuit
 from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.filter import Program
+from vllm_mtpc.kernels.low_rank import LowRank
 from vllm_mtpc.kernels.shard import Shard
 from vllm_mtpc.kernels.uniform import naive
 from vllm_mtpc.kernels.uniform.kernel import uniform_kernel
@@ -25,7 +27,7 @@ POISON = 2**62
 @dataclass
 class Case:
     program: Program
-    params: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Bigram | None]  # as `DraftParams`
+    params: tuple[Any, ...]  # as `DraftParams`
     slots: Tensor  # [B]
     temperature: Tensor  # [slots]
     seeds: Tensor  # [slots]
@@ -127,6 +129,29 @@ def with_rank(base: Case) -> Case:
     return replace(with_leaf(base, torch.nn.functional.pad(leaf, (0, 7), value=torch.nan)), shard=shard)
 
 
+def with_first(base: Case, rank: int = 0, dtype: torch.dtype = torch.float32) -> Case:
+    """The kernel computes the evidence of x_1, and components of a rank by their differences from common logits."""
+    _, leaf, *others = base.params
+    batch, drafts, r, vocab_size = leaf.shape
+    generator = torch.Generator().manual_seed(rank)
+    scale = leaf[..., :5].float().std()
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator) * scale
+
+    low, given = None, torch.cat([normal(batch, 1, r, vocab_size), leaf], 1)
+    if rank:
+        out = torch.full((drafts + 2, rank, vocab_size + 5), torch.nan)
+        out[: drafts + 1, :, :vocab_size] = normal(drafts + 1, rank, vocab_size)
+        given = normal(batch, drafts + 1, 1, vocab_size).to(dtype)
+        differences = torch.randn(drafts + 1, batch, r, rank, generator=generator).transpose(0, 1) / rank**0.5
+        low = LowRank(differences.to(dtype), out.to(dtype)[: drafts + 1, :, :vocab_size])
+    evidence = None
+    if base.shard is not None:  # it is exchanged before
+        evidence, given, low = base.params[0], given[:, 1:], low and low.positions(1)
+    return replace(base, params=(evidence, given, *others, low), one_launch=False)
+
+
 def on_both_paths(name: str, base: Case) -> dict[str, Case]:
     return {name: replace(base, one_launch=True), f"{name}, blocks": replace(base, one_launch=False)}
 
@@ -170,6 +195,15 @@ TOKEN_CASES: dict[str, Case] = {
     "token, a rank": with_rank(case("btree", 8, 7, 300, 3, 4, token_rank=20)),
 }
 CASES |= TOKEN_CASES
+CASES |= {
+    "leaves with x_1": with_first(BLOCKS),
+    "leaves with x_1, tokens": with_first(case("hmm", 8, 7, 63, 18, 3, token_rank=4)),
+    "components": with_first(case("btree", 8, 7, 300, 3, 4), 5),
+    "components, padded": with_first(padded(), 16),
+    "components, bfloat16": with_first(rounded(torch.bfloat16), 67, torch.bfloat16),
+    "components, tokens": with_first(case("cp", 5, 32, 320, 3, 4, token_rank=20), 16),
+    "components, a rank": with_first(with_rank(case("btree", 8, 7, 300, 3, 4)), 16),
+}
 
 
 @triton.jit
@@ -210,8 +244,14 @@ def draft_all(cases: dict[str, Case], device: str) -> dict[str, Drafts]:
 def _draft(case: Case, device: str) -> Drafts:
     from vllm_mtpc.kernels.draft.kernel import Drafter
 
-    batch, num_drafts, r, vocab_size = case.params[1].shape
-    *params, bigram = case.params
+    (evidence, leaf, root, *_), r = case.params, case.params[2].shape[1]
+    batch, num_drafts, vocab_size = len(root), leaf.shape[1] - (evidence is None), leaf.shape[3]
+
+    def on_device(part: Any) -> Any:
+        if part is None or isinstance(part, Tensor):
+            return part if part is None else moved(part, device)
+        return type(part)(*map(on_device, part))
+
     vocab_size = case.shard.vocab_size if case.shard else vocab_size
     options = (noised_argmax, case.use_fp64, case.one_launch, case.shard)
     drafter = Drafter(case.program, r, vocab_size, torch.device(device), *options)
@@ -220,8 +260,7 @@ def _draft(case: Case, device: str) -> Drafts:
     shape = (len(case.temperature), num_drafts + 1, vocab_size)
     cache = torch.full(shape, float("nan"), dtype=case.cache_dtype, device=device) if case.draw else None
     drafter(
-        *(moved(part, device) for part in params),
-        bigram and Bigram(*(moved(part, device) for part in bigram)),
+        *map(on_device, case.params),
         slots=case.slots.to(device),
         temperature=case.temperature.to(device),
         seeds=case.seeds.to(device),

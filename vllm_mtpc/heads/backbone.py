@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads.base import INIT_STD
 from vllm_mtpc.heads.shared import BorrowedLmHead
+from vllm_mtpc.kernels.low_rank import LowRank
 
 KeysValues = tuple[Tensor, Tensor]  # [B, kv heads, S, head_dim] each
 CONTEXT_PER_QUERY = 4  # minimum keys of context per query of a pass
@@ -267,8 +268,12 @@ class BackboneHead(BorrowedLmHead):
         return drafted if start else F.pad(drafted, (0, 0, 0, 0, 1, 0))
 
     def draft_leaves(self, hidden: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
+        evidence, base, low = self.block_leaves(hidden, first, num_drafts)
+        return evidence, base if low is None else low.leaves(base)
+
+    def block_leaves(self, hidden: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor, LowRank | None]:
         evidence = torch.zeros(len(hidden), self.circuit.num_components, device=hidden.device)  # equal for all z
-        return evidence, self.unembed(hidden, 1, num_drafts + 1)
+        return evidence, *self.base_leaves(hidden, 1, num_drafts + 1)
 
 
 def windows_mask(starts: Tensor, document: Tensor, num_queries: int) -> Tensor:

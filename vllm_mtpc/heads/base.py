@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from vllm_mtpc.circuits import Circuit, CircuitParams
 from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.leaf import evidence_of
+from vllm_mtpc.kernels.low_rank import LowRank
 from vllm_mtpc.kernels.shard import Shard
 
 STAY_PROBABILITY = 0.95  # of keeping the latent at initialisation: nearly a CP, and the softmax is not saturated
@@ -32,12 +33,13 @@ TOKEN_STD = 0.1  # of token_source: rows must differ for token_target, which sta
 class DraftParams(NamedTuple):
     """The parameters of a batch of circuits for drafting after x_1; logits are not normalised."""
 
-    evidence: Tensor  # [B, r] float32, log p(x_1 | z); 0 with one component
+    evidence: Tensor | None  # [B, r] float32, log p(x_1 | z), 0 with one component; None: `leaf` has x_1 before x_2
     leaf: Tensor  # [B, K, r, V], logits of x_2 .. x_(1+K); of a head with a `leaf_shard` [B, K, r, rows]
     root: Tensor  # [B, r], logits
     inner: Tensor  # [B, F, r, r], logits
     first: Tensor  # [B] int64, x_1
     bigram: Bigram | None = None  # of K positions, over the whole vocabulary also with a shard
+    low: LowRank | None = None  # differences of the components from `leaf`, which is then [B, K, 1, V]
 
 
 class Head(nn.Module, ABC):
@@ -112,11 +114,21 @@ class Head(nn.Module, ABC):
         """The dtype that hidden states are converted to before they are multiplied."""
         return next(self.parameters()).dtype
 
-    def draft_params(self, hidden: Tensor, first: Tensor, num_drafts: int) -> DraftParams:
-        """Return the inputs of `kernels.draft` for K drafts after first [B] int64, x_1; hidden [B, D] of any dtype."""
-        hidden = hidden.to(self.hidden_dtype)
-        evidence, drafted = self.draft_leaves(hidden, first, num_drafts)
-        return DraftParams(evidence, drafted, *self.sum_logits(hidden), first, self.bigram(num_drafts))
+    def draft_params(self, hidden: Tensor, first: Tensor, num_drafts: int, in_blocks: bool = False) -> DraftParams:
+        """Return the inputs of `kernels.draft` for K drafts after x_1.
+
+        Args:
+            hidden: [B, D] of any float dtype.
+            first: [B] int64, x_1.
+            num_drafts: K.
+            in_blocks: for the kernel's path of blocks, which takes `low` and leaves with x_1.
+        """
+        hidden, low = hidden.to(self.hidden_dtype), None
+        if in_blocks:
+            evidence, leaf, low = self.block_leaves(hidden, first, num_drafts)
+        else:
+            evidence, leaf = self.draft_leaves(hidden, first, num_drafts)
+        return DraftParams(evidence, leaf, *self.sum_logits(hidden), first, self.bigram(num_drafts), low)
 
     def bigram(self, num_positions: int | None = None) -> Bigram | None:
         """Return the bigram of `num_positions` positions from the second on (None: all); None with token_rank 0."""
@@ -130,6 +142,12 @@ class Head(nn.Module, ABC):
             return hidden.new_zeros(len(hidden), 1, dtype=torch.float32), self.unembed(hidden, 1, num_drafts + 1)
         logits = self.unembed(hidden, 0, num_drafts + 1)
         return evidence_of(logits[:, 0], first), logits[:, 1:]
+
+    def block_leaves(
+        self, hidden: Tensor, first: Tensor, num_drafts: int
+    ) -> tuple[Tensor | None, Tensor, LowRank | None]:
+        """Return evidence, leaf and low of `DraftParams` with the fewest bytes."""
+        return *self.draft_leaves(hidden, first, num_drafts), None
 
     def forward(self, hidden: Tensor, num_positions: int | None = None) -> CircuitParams:
         """Return CircuitParams for hidden [B, D], of the first `num_positions` leaves (None: all)."""

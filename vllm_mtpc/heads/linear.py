@@ -45,7 +45,7 @@ class LinearHead(Head):
     def unembed(self, hidden: Tensor, start: int, stop: int) -> Tensor:
         return leaf.logits(hidden, self.leaf_weight[start:stop])
 
-    def draft_params(self, hidden: Tensor, first: Tensor, num_drafts: int) -> DraftParams:
+    def draft_params(self, hidden: Tensor, first: Tensor, num_drafts: int, in_blocks: bool = False) -> DraftParams:
         """As in Head; from one product of all packed weights after `pack`."""
         if self._packed is None:
             return super().draft_params(hidden, first, num_drafts)

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads.base import INIT_STD, Head
 from vllm_mtpc.kernels import leaf
+from vllm_mtpc.kernels.low_rank import LowRank
 from vllm_mtpc.kernels.shard import Shard
 
 
@@ -81,23 +82,39 @@ class BorrowedLmHead(Head):
 
     def unembed(self, hidden: Tensor, start: int, stop: int) -> Tensor:
         """As in Head, by `lm_head`."""
+        base, low = self.base_leaves(hidden, start, stop)
+        return base if low is None else low.leaves(base)
+
+    def base_leaves(self, hidden: Tensor, start: int, stop: int) -> tuple[Tensor, LowRank | None]:
+        """Return the leaves [B, k, r, V], or with a rank common logits [B, k, 1, V] and the differences."""
         states = self.states(hidden, start, stop)
-        base = self.lm_head(states)  # [B, k, r or 1, V]
+        base = self.lm_head(states)
         if not self.component_rank:
-            return base
+            return base, None
         positions = slice(start, start + states.shape[1])
-        return add_components(
-            base[:, :, 0], states[:, :, 0], self.component_in[positions], self.component_out[positions]
-        )
+        low = torch.einsum("bkd,kzcd->kbzc", states[:, :, 0], self.component_in[positions])
+        return base, LowRank(low.transpose(0, 1), self.component_out[positions])
 
     def draft_leaves(self, hidden: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
         """As in Head; with a shard the logits are this rank's columns [B, K, r, rows]."""
-        shard = self.leaf_shard
-        if shard is None or self.circuit.num_components == 1:
+        if self.leaf_shard is None or self.circuit.num_components == 1:
             return super().draft_leaves(hidden, first, num_drafts)
-        logits = self.unembed(hidden, 0, num_drafts + 1)
-        own = logits[:, 0, :, : shard.stop - shard.start]
-        return shard.evidence(leaf.terms_of(own, first - shard.start)), logits[:, 1:]
+        evidence, base, low = self.block_leaves(hidden, first, num_drafts)
+        assert evidence is not None  # the ranks exchange it
+        return evidence, base if low is None else low.leaves(base)
+
+    def block_leaves(
+        self, hidden: Tensor, first: Tensor, num_drafts: int
+    ) -> tuple[Tensor | None, Tensor, LowRank | None]:
+        """As in Head; with a shard the evidence is exchanged here."""
+        if self.circuit.num_components == 1:
+            return super().block_leaves(hidden, first, num_drafts)
+        (base, low), shard = self.base_leaves(hidden, 0, num_drafts + 1), self.leaf_shard
+        if shard is None:
+            return None, base, low
+        own = base[:, :1] if low is None else low.positions(0, 1).leaves(base[:, :1])
+        terms = leaf.terms_of(own[:, 0, :, : shard.stop - shard.start], first - shard.start)
+        return shard.evidence(terms), base[:, 1:], low and low.positions(1)
 
 
 class SharedHead(BorrowedLmHead):
@@ -123,21 +140,3 @@ class SharedHead(BorrowedLmHead):
         low = F.silu(down).view(hidden.shape[0], stop - start, -1)  # [B, k, m]
         change = torch.einsum("bkm,kzdm->bkzd", low, self.up_weight[start:stop])
         return hidden[:, None, None] + change
-
-
-def add_components(base: Tensor, states: Tensor, component_in: Tensor, component_out: Tensor) -> Tensor:
-    """Return base[k] + (A[k, z] s_k) B[k] for all components z.
-
-    Args:
-        base: [B, k, V], logits of the lm_head.
-        states: [B, k, D], s.
-        component_in: [k, r, R_c, D], A.
-        component_out: [k, R_c, V], B.
-
-    Returns:
-        [B, k, r, V], in the dtype of base.
-    """
-    batch, (positions, r) = len(states), component_in.shape[:2]
-    low = torch.einsum("bkd,kzcd->kbzc", states, component_in).flatten(1, 2)  # [k, B r, R_c]: one product per position
-    terms = torch.bmm(low, component_out).view(positions, batch, r, -1).transpose(0, 1)
-    return terms.to(base.dtype).add_(base[:, :, None])  # in place: both are large
