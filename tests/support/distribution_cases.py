@@ -88,8 +88,8 @@ def _cases() -> dict[str, Case]:
         "the plan changes the number of drafts": Case("btree, good", three, "changing costs", options=PLANNED),
         "each asks for its number of drafts": Case("btree, good", asked),
         "the same, block verification": Case("btree, good", asked, options={"rejection_sample_method": "block"}),
-        "fault: drafts not asked for rejected by token": Case(
-            "btree, bad", ("1 drafts",), "surplus drafts rejected by token", True
+        "fault: drafts not asked for verified as forbidden": Case(
+            "btree, bad", ("1 drafts",), "surplus drafts as forbidden", True
         ),
         "o-ptp": Case("o-ptp", ptp),
         "c-ptp": Case("c-ptp", ptp),

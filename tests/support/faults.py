@@ -99,10 +99,13 @@ def _uniform_in_q_v2(original: Any, logits: Any, draft_logits: Any, *args: Any, 
 
 
 @wrapping
-def _rejected_by_token(original: Any, self: Any, logits: Any, batch: Any, draft_logits: Any, invalid: Any) -> Any:
-    """Reject the drafts that were not asked for if they are token 0; verify the others."""
-    kept = None if invalid is None else invalid & (batch.input_ids[batch.logits_indices] == 0)
-    return original(self, logits, batch, draft_logits, kept)
+def _surplus_as_forbidden(original: Any, self: Any, logits: Any, batch: Any, draft_logits: Any, invalid: Any) -> Any:
+    """Take the token in the place of a draft that was not asked for from what remains without this draft."""
+    if invalid is not None:
+        rows = invalid.nonzero()[:, 0]
+        logits = logits.clone()
+        logits[rows - 1, batch.input_ids[batch.logits_indices[rows]].long()] = -torch.inf
+    return original(self, logits, batch, draft_logits, None)
 
 
 def _other_noise(of_first_row: bool = False, **replaced: Any) -> Callable[[], Patches]:
@@ -267,7 +270,7 @@ FAULTS: dict[str, Patches | Callable[[], Patches]] = {
     "other temperature": {V2_REJECTION: lambda original: lambda logits, *a, **k: original(logits / 1.25, *a, **k)},
     "uniform in q": {V1_REJECTION: _uniform_in_q_v1},
     "uniform in q, V2": {V2_REJECTION: _uniform_in_q_v2},
-    "surplus drafts rejected by token": {V2_SAMPLER: _rejected_by_token},
+    "surplus drafts as forbidden": {V2_SAMPLER: _surplus_as_forbidden},
     "noise of the first row": _other_noise(of_first_row=True),
     "noise of drafts": _other_noise(is_drafting=True),
     "noise of other tokens": {
