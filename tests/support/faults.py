@@ -104,7 +104,7 @@ def _surplus_as_forbidden(original: Any, self: Any, logits: Any, batch: Any, dra
     if invalid is not None:
         rows = invalid.nonzero()[:, 0]
         logits = logits.clone()
-        logits[rows - 1, batch.input_ids[batch.logits_indices[rows]].long()] = -torch.inf
+        logits[rows - 1, batch.input_ids[batch.logits_indices[rows]].long()] = float("-inf")
     return original(self, logits, batch, draft_logits, None)
 
 
