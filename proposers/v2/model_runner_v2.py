@@ -59,14 +59,15 @@ class HeadModelRunner(GPUModelRunner):
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Have graphs of the target for every K of the online plan: vLLM captures those that its schedule has."""
-        spec, own = self.speculative_config, vars(self.speculative_config)[KEY]
+        spec, own = self.speculative_config, getattr(self.speculative_config, KEY)
         if own and spec.arms:
             most_first = spec.arms[-1], *spec.arms[:-1]
-            vars(spec)[KEY] = [(batch, batch, drafts) for batch, drafts in enumerate(most_first, start=1)]
+            shown = [(batch, batch, drafts) for batch, drafts in enumerate(most_first, start=1)]
+            object.__setattr__(spec, KEY, shown)  # past the validation of assignments
         try:
             super().initialize_kv_cache(*args, **kwargs)
         finally:
-            vars(spec)[KEY] = own
+            object.__setattr__(spec, KEY, own)
 
     def capture_model(self, **kwargs: Any) -> int:
         """Capture, and measure steps for the online plan; not across pipeline stages, which wait for each other."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -34,7 +35,7 @@ def measure_costs(runner: Any, arms: Sequence[int]) -> NDArray[np.float64] | Non
     costs = np.empty((len(batches), len(arms)))
     for column, drafts in enumerate(arms):
         captured = [desc for desc in graphs.graphs if desc.num_speculative_tokens == drafts]
-        times = ((desc.num_reqs, time_ms(lambda desc=desc: graphs.run_fullgraph(desc))) for desc in captured)
+        times = ((desc.num_reqs, time_ms(partial(graphs.run_fullgraph, desc))) for desc in captured)
         most = len(batches) * (1 + drafts)
         draft, verify = build_cost_tables_from_curves(medians(times) or [(1, 0.0)], rows, len(batches), most)
         costs[:, column] = draft[batches] + verify[batches * (1 + drafts)]

@@ -80,7 +80,7 @@ def test_ignored_setting_would_be_found(place: tuple[Path, LlamaForCausalLM]) ->
     plain, *others = (exact_distribution(place[1], PROMPT, LENGTH, setting) for setting in kinds.values())
     for (name, setting), distribution in zip(list(kinds.items())[1:], others, strict=True):
         assert np.isclose(distribution.sum(), 1)
-        if setting.seed is None:
+        if setting.seed is None and setting.drafts is None:
             assert np.abs(distribution - plain).sum() / 2 > noise_floor(distribution, DRAWS), name
             few, few_plain = (of_the_first(each, FIRST, VOCAB) for each in (distribution, plain))
             assert np.abs(few - few_plain).sum() / 2 > noise_floor(few, FEW), name
