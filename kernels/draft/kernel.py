@@ -25,8 +25,8 @@ BLOCKED_TILE = 4096  # for larger leaves: many instances share a leaf
 MIN_BLOCK = 64
 BIAS_CHUNK, BIAS_ROWS, BIAS_BLOCK = 64, 16, 128  # of `token_bias`: a product of tiles takes 16 rows and more
 
-STRIDES = ("leaf_stride", "k_stride", "z_stride")
-ROWS_ARGUMENTS = ("leaf_ptr", "UNIT", *STRIDES)  # of a leaf, in `draft_rows`
+LEAF_STRIDES = ("leaf_stride", "k_stride", "z_stride")
+ROWS_ARGUMENTS = ("leaf_ptr", "UNIT", *LEAF_STRIDES)  # of a leaf, in `draft_rows`
 LOW_POINTERS, LOW_STRIDES = ("low_ptr", "out_ptr"), ("low_stride", "low_k_stride", "out_k_stride", "out_stride")
 
 LOW_ROWS = 4  # requests of a program instance, which share the first columns of the components' differences
@@ -266,7 +266,11 @@ def _leaf_arguments(leaf: Tensor, low: LowRank | None) -> Arguments:
     # whether all are multiples of 16 on the vocabulary alone: nothing is compiled again while serving
     strides = leaf.stride()[:3]
     unit = 16 if all(stride % 16 == 0 for stride in strides) else 1
-    made = {"leaf_ptr": leaf, "UNIT": unit, **dict(zip(STRIDES, (stride // unit for stride in strides), strict=True))}
+    made = {
+        "leaf_ptr": leaf,
+        "UNIT": unit,
+        **dict(zip(LEAF_STRIDES, (stride // unit for stride in strides), strict=True)),
+    }
     if low is None:
         return made | dict.fromkeys(LOW_POINTERS) | dict.fromkeys(LOW_STRIDES, 0) | {"LOW": 0}
     strides, rank = (*low.low.stride()[:2], *low.out.stride()[:2]), low.out.shape[1]
