@@ -155,6 +155,15 @@ def test_costs_of_sampled_requests_are_their_own() -> None:
             assert turn == 0 or np.mean(np.array(chosen) == best) > 0.95, (turn, is_sampled)
 
 
+def test_first_estimate_of_a_cold_engine_is_corrected() -> None:
+    """Steps without drafts are slow at first, so that drafts seem to pay; later they lose a tenth and more."""
+    plan = make_plan()
+    serve(plan, lambda batch, drafts: 0.016 if drafts else 0.022, 0.3, 100)
+    assert plan.lookup[1] > 0
+    chosen, *_ = serve(plan, lambda batch, drafts: 0.016 if drafts else 0.01, 0.3, 5000)
+    assert np.mean(np.array(chosen[-1000:]) == 0) > 0.9
+
+
 def test_arms_without_a_prior_are_never_chosen() -> None:
     """Infinite seconds: K is not allowed at this batch size."""
     plan = make_plan(lambda batch, drafts: CHEAP(batch, drafts) if batch * drafts <= 24 else np.inf, 0.9)
