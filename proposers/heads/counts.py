@@ -23,6 +23,7 @@ TIMES = ("step_us", "trial_us")  # microseconds of decoding, and what trials of 
 # "steps": steps of the target, summed over requests; each emits one token and the accepted drafts
 NAMES = ("steps", *PRUNED_BY, *(f"{kind} {what}" for kind in CLASSES for what in OF_CLASS), *TIMES)
 COSTS = "vllm_mtpc_costs"  # attribute of the first ModelRunnerOutput on CUDA: milliseconds of steps
+DRAFTS = "vllm_mtpc_drafts"  # attribute of a ModelRunnerOutput on V1: vLLM's DraftTokenIds
 PRUNED = "vllm_mtpc_pruned"  # attribute of a ModelRunnerOutput: pruned drafts by reason
 MINUTE = 60.0
 

@@ -20,9 +20,10 @@ from vllm_mtpc.plan.draft_schedule import card_rates, expand_schedule, prior_cos
 from vllm_mtpc.plan.online_plan import CLASSES, OnlinePlan, request_class
 from vllm_mtpc.proposers.config.request_options import excludes_drafts, max_drafts
 from vllm_mtpc.proposers.config.switches import logger
-from vllm_mtpc.proposers.heads.counts import COSTS, PRUNED, append_counts, class_name, count_by_class
+from vllm_mtpc.proposers.heads.counts import COSTS, DRAFTS, PRUNED, append_counts, class_name, count_by_class
 from vllm_mtpc.proposers.heads.grammar_masks import HeadStructuredOutputManager
-from vllm_mtpc.proposers.patches.patch import derived, refuse_moved
+from vllm_mtpc.proposers.patches.engine_core import post_step
+from vllm_mtpc.proposers.patches.patch import apply, derived, refuse_moved
 
 SENT_STEPS = 16  # steps without drafts whose counts the front end receives together
 
@@ -60,13 +61,14 @@ class HeadScheduler(Scheduler):
 
     PTP: the KV blocks of auxiliary rows are kept from requests. Model Runner V2: a draft that a grammar forbids is
     verified; drafts beyond those that a request asked for are rejected on the device (v2/verification.py; on V1 the
-    proposer makes fewer) and not counted. Both: the online plan chooses K; no drafts are verified in a batch with a
-    request for `logprob_token_ids`; the front end receives the counts of drafts.
+    proposer makes fewer) and not counted. V1: drafts come with the output of a step. Both: the online plan chooses K;
+    drafts are not verified in a batch with a request for `logprob_token_ids`; the front end receives counts of drafts.
     """
 
     plan: OnlinePlan | None = None
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        apply(post_step)
         refuse_moved()
         spec = vllm_config.speculative_config
         if reserved := spec.reserved_blocks(vllm_config, kv_cache_config):  # the last blocks
@@ -147,6 +149,8 @@ class HeadScheduler(Scheduler):
                     self.counts[name] += count
             self.counted_steps += 1
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if (drafts := getattr(model_runner_output, DRAFTS, None)) is not None:
+            self.update_draft_token_ids(drafts)
         if self.counted_steps and (verified or not self.requests or self.counted_steps >= SENT_STEPS):
             self._send_counts(outputs)
         return outputs

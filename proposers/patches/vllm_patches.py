@@ -18,6 +18,7 @@ from vllm_mtpc import METHODS
 from vllm_mtpc.families import FAMILIES
 from vllm_mtpc.proposers.config import versions
 from vllm_mtpc.proposers.config.switches import AUTO, is_on, logger, warn
+from vllm_mtpc.proposers.patches.engine_core import post_step
 from vllm_mtpc.proposers.patches.patch import Patch, applied, apply, patch, refuse_moved
 
 if TYPE_CHECKING:
@@ -25,16 +26,6 @@ if TYPE_CHECKING:
 
 ARG_UTILS, CONFIG, LOGGERS = "vllm.engine.arg_utils", "vllm.config.vllm", "vllm.v1.metrics.loggers"
 MARK = "_mtpc_auto"  # attribute of EngineArgs: the bundled head in use, or None after it was refused
-
-
-@patch(ARG_UTILS, "EngineArgs.add_cli_args", needs=("parser",))
-def add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
-    """Let --spec-method name our methods."""
-    parser = original(parser)
-    action = parser._option_string_actions.get("--spec-method")
-    if action is not None and action.choices is not None:
-        action.choices = [*action.choices, *(name for name in METHODS if name not in action.choices)]
-    return parser
 
 
 @patch(ARG_UTILS, "maybe_override_with_speculators", needs=("model", "vllm_speculative_config"))
@@ -291,7 +282,6 @@ def print_errors_in_one_line() -> None:
 
 
 EVERY_PROCESS: tuple[Patch, ...] = (
-    add_cli_args,
     maybe_override_with_speculators,
     create_speculative_config,
     create_engine_config,
@@ -300,5 +290,11 @@ EVERY_PROCESS: tuple[Patch, ...] = (
     maybe_disable_dynamic_sd_for_v1,
     expand_batch_to_tokens,
 )
-WITH_HEAD: tuple[Patch, ...] = (validate_spec_decode, spec_decoding_logging, spec_decoding_prom, init_speculator)
+WITH_HEAD: tuple[Patch, ...] = (
+    validate_spec_decode,
+    spec_decoding_logging,
+    spec_decoding_prom,
+    post_step,
+    init_speculator,
+)
 WITH_HEAD_SWAP: tuple[Patch, ...] = (attach_endpoint_plugins,)

@@ -18,7 +18,7 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_mtpc.proposers.heads.counts import attach_counts
+from vllm_mtpc.proposers.heads.counts import DRAFTS, attach_counts
 from vllm_mtpc.proposers.v1.proposer import draw_numbers, sample_tokens
 
 
@@ -83,19 +83,26 @@ class HeadModelRunner(GPUModelRunner):
         finally:
             self.speculative_config = self.vllm_config.speculative_config
 
-    def take_draft_token_ids(self) -> Any:
-        """Return None after a step without drafts: the scheduler then reads no lists of nothing."""
-        taken = super().take_draft_token_ids()
-        return taken if taken is not None and any(taken.draft_token_ids) else None
-
     @property
     def couples(self) -> bool:
         spec, sampler = self.speculative_config, self.sampler.topk_topp_sampler
         is_plain = sampler.forward == sampler.forward_cpu and not sampler.use_fp64_gumbel
         return is_plain and spec.verify != "rejection" and spec.rejection_sample_method == "standard"
 
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """Sample in the same call if no grammar is awaited: a call of a worker takes 1 ms where all cores are busy."""
+        output = super().execute_model(scheduler_output, *args, **kwargs)
+        if self.execute_model_state is None or scheduler_output.has_structured_output_requests:
+            return output
+        return self.sample_tokens(None)
+
     def sample_tokens(self, grammar_output: Any) -> Any:
-        return attach_counts(super().sample_tokens(grammar_output), self.drafter)
+        """Return the output with the drafts, for which vLLM calls the worker once more."""
+        output = attach_counts(super().sample_tokens(grammar_output), self.drafter)
+        taken = self.take_draft_token_ids() if output.req_ids else None
+        if taken is not None and any(taken.draft_token_ids):  # else the scheduler would read lists of nothing
+            setattr(output, DRAFTS, taken)
+        return output
 
     def propose_draft_token_ids(
         self,

@@ -46,3 +46,17 @@ def test_step_without_drafts_costs_what_plain_vllm_costs() -> None:
     means = {name: [mean(one.recorded[2:40]) for one in replies] for name, replies in run(engines, "v1").items()}
     assert np.divide(means["K=0"], means["plain"]).max() <= 1.05
     assert np.divide(means["K=7"], means["plain"]).min() > 1.1
+
+
+@pytest.mark.column("mtpc on V1")
+def test_a_step_calls_the_worker_once() -> None:
+    """In a server each call waits for another process, 0.3 to 1 ms; vLLM makes three with drafts, two without."""
+    calls = [ask([prompt(9)], 16), ask([prompt(9)], 16, structured_outputs={"regex": "[a-z ]{40}"})]
+    engines = {
+        name: build(DEMO, head, calls, "calls of the worker", {KEY: schedule}, max_model_len=96)
+        for name, head, schedule in (("plain", None, None), ("K=0", "btree", [[1, 1024, 0]]), ("K=7", "btree", "off"))
+    }
+    both = {"execute_model", "sample_tokens"}  # a grammar is awaited between them
+    every = {*both, "take_draft_token_ids"}
+    noted = {name: [every & {*reply.recorded} for reply in replies] for name, replies in run(engines, "v1").items()}
+    assert noted == {"plain": [both, both], "K=0": [{"execute_model"}, both], "K=7": [{"execute_model"}, both]}

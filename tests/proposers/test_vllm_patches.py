@@ -143,15 +143,6 @@ def test_registering_is_cheap() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_spec_method_flag_knows_our_methods() -> None:
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    assert parser.parse_args(["--spec-method", "mtpc"]).spec_method == "mtpc"
-    assert parser.parse_args(["--spec-method", "ngram"]).spec_method == "ngram"
-
-
 def test_untested_version_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "vllm_version", lambda: "0.99.1+cpu")
     assert versions.vllm_minor() == (0, 99)

@@ -304,6 +304,7 @@ FAULTS: dict[str, Patches | Callable[[], Patches]] = {
     "dear drafts": {f"{PLAN}.finish_step": _clocked(lambda drafts: 0.01 * (1 + 5 * drafts))},
     "changing costs": lambda: {f"{PLAN}.finish_step": _clocked(_changing_seconds())},
     "calls of steps": {"vllm.v1.engine.llm_engine.LLMEngine.step": recorders.count_calls},
+    "calls of the worker": {"vllm.v1.executor.uniproc_executor.UniProcExecutor.collective_rpc": recorders.note_method},
     # grammars
     "grammars waited for": GRAMMARS_COMPILED,
     "grammars never compiled": {f"{GRAMMAR}.Grammars._compile": _constant(lambda self, *args: None)},

@@ -58,6 +58,13 @@ def count_calls(original: Any, *args: Any, **kwargs: Any) -> Any:
         RECORDED.append(calls)
 
 
+@wrapping
+def note_method(original: Any, self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+    """Record the names of an executor's calls of its worker."""
+    RECORDED.append(method)
+    return original(self, method, *args, **kwargs)
+
+
 def request_number(name: str) -> int:
     """The index of a request among the prompts of an engine: offline, vLLM counts them from 0."""
     return int(name.partition("-")[0])

@@ -37,6 +37,7 @@ class Entry(NamedTuple):
 
 MAX_WIDTH = 2**17  # larger than in any model: bounds reject a damaged config
 MAX_LIST = 16  # entries of a list
+FEW_IDS = 2000  # largest vocabulary with unembeddings of a head's own and full components by default
 RANK = Option("expander_rank", 64, "width of the low-rank expander", le=MAX_WIDTH)
 TOKENS = Option(
     "token_rank", 0, "rank of the term that the token before adds to a leaf; 0: none", 0, 4096, is_optional=True
@@ -44,7 +45,7 @@ TOKENS = Option(
 COMPONENTS = Option(  # the trainer applies `of_target` to new heads of several components
     "component_rank", 0,
     "rank of the differences between components that share one row of the lm_head; 0: r rows; 16 above 2,000 ids",
-    0, MAX_WIDTH, is_optional=True, of_target=lambda target: 16 if target["vocab_size"] > 2000 else 0,
+    0, MAX_WIDTH, is_optional=True, of_target=lambda target: 16 if target["vocab_size"] > FEW_IDS else 0,
 )  # fmt: skip
 
 
@@ -105,6 +106,11 @@ HEADS = {
     "shared": Entry("vllm_mtpc.heads.shared:SharedHead", (RANK, COMPONENTS, TOKENS), needs_lm_head=True),
     "backbone": Entry("vllm_mtpc.heads.backbone:BackboneHead", BACKBONE, needs_lm_head=True),
 }
+
+
+def default_head(vocab_size: int) -> str:
+    """Return the head that is trained where none is named: for many ids drafts cost less with the target's lm_head."""
+    return "shared" if vocab_size > FEW_IDS else "linear"
 
 
 def head_options() -> dict[str, Option]:

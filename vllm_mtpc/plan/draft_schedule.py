@@ -20,6 +20,7 @@ LARGEST = 1024  # the largest batch size of a schedule; vLLM keeps the last K fo
 
 # Milliseconds on a CPU core (packaged demo target, V1; fitted to `bench serve --demo`). Only ratios count.
 CPU_STEP = (3.45, 0.28, 0.145)  # a step, + each request, + each row
+CPU_READ = 1.5  # part of CPU_STEP: the weights are read
 CPU_DRAFT = (0.7, 0.04, 0.145, 0.029)  # drafting and verification, + each request, + each draft, + each of both
 GRAPH_ROWS = 512  # of the largest batch that vLLM captures in a CUDA graph by default
 BALANCE = 240  # rows that compute as long as the target's weights take to read (H100)
@@ -138,7 +139,8 @@ def cpu_cost(batch: int, drafts: int, load: float = 0.0) -> float:
     cost = step + batch * (per_request + per_row * (1 + drafts))
     if drafts:
         draft, per_request, per_draft, per_token = CPU_DRAFT
-        cost += draft + per_request * batch + drafts * (per_draft + max(per_token, load * per_row) * batch)
+        cost += draft + per_request * batch
+        cost += drafts * (max(per_draft, load * CPU_READ) + max(per_token, load * per_row) * batch)
     return cost
 
 

@@ -17,7 +17,7 @@ from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.acceptance import measure
 from vllm_mtpc.eval.text import Samples, with_backbone, with_draft_layers
 from vllm_mtpc.families import FAMILIES
-from vllm_mtpc.heads import COMPONENTS, HEADS, build_head, check_head_name, head_options
+from vllm_mtpc.heads import COMPONENTS, HEADS, build_head, check_head_name, default_head, head_options
 from vllm_mtpc.heads.adapters import DraftLayers
 from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.init import check_source, init_backbone, init_from_head, init_from_lm_head
@@ -65,7 +65,8 @@ class CircuitTrainer(Trainer):
         if not options.lora_layers and (name := options.given("lora_rank", "lora_alpha")):
             raise ValueError(f"{name} is of draft layers: remove {name}, or set lora_layers to 1, 2 or 4")
         get_circuit(options.circuit, options.window, options.num_components)
-        check_head_name(options.head, *[method for method, family in FAMILIES.items() if family.trainer is not cls])
+        if options.head:
+            check_head_name(options.head, *[method for method, family in FAMILIES.items() if family.trainer is not cls])
         if options.freeze_backbone and (options.head != "backbone" or not options.init_from):
             raise ValueError("freeze_backbone needs a trained backbone: set head: backbone and init_from to its head")
         if options.head == "backbone" and options.train_first:
@@ -79,11 +80,12 @@ class CircuitTrainer(Trainer):
     def head_config(options: TrainOptions, target: Any, verifier: str, sizes: dict[str, Any]) -> HeadConfig:
         own = {name: getattr(options, name) for name in head_options()}
         source = read_circuit_config(resolve_head(options.init_from)) if options.init_from else None
-        if source and source.head == options.head:  # options that are not given are those of the source
+        name = options.head or (source.head if source else default_head(sizes["vocab_size"]))
+        if source and source.head == name:  # options that are not given are those of the source
             own = {name: getattr(source, name) if value is None else value for name, value in own.items()}
         # of a composite model, the sizes of its language model
         target = target.get_text_config().to_dict() | target.to_dict() | sizes
-        is_new = source is None and own["component_rank"] is None and COMPONENTS in HEADS[options.head].options
+        is_new = source is None and own["component_rank"] is None and COMPONENTS in HEADS[name].options
         if is_new and options.num_components > 1 and COMPONENTS.of_target:
             own["component_rank"] = COMPONENTS.of_target(target) or None
         return HeadConfig.create(
@@ -92,7 +94,7 @@ class CircuitTrainer(Trainer):
             num_components=options.num_components,
             target=target,
             verifier=verifier,
-            head=options.head,
+            head=name,
             num_speculative_tokens=options.num_speculative_tokens,
             lora_layers=options.lora_layers,
             **own,

@@ -44,7 +44,9 @@ class TrainOptions(create_model("KindOptions", **option_fields())):  # type: ign
     circuit: str = Field("btree", description=f"one of {', '.join(CIRCUITS)}")
     window: int = Field(16, ge=2, description="n, tokens of a window, the target's own included")
     components: int | None = Field(None, ge=1, description="r, latent states (default: 32, or the most a circuit has)")
-    head: str = Field("linear", description="linear, shared (large vocabularies) or backbone; or ptp")
+    head: str | None = Field(
+        None, description="linear, shared or backbone; or ptp (default: linear; above 2,000 ids shared)"
+    )
     init_from: str | None = Field(None, description="head to start from: of the same kind and circuit, or of ff or cp")
     freeze_backbone: bool = Field(False, description="head backbone: its draft layers stay those of init_from")
     lora_layers: Literal[0, 1, 2, 4] = Field(0, description="target layers that get draft adapters")
