@@ -71,6 +71,8 @@ def test_prior_costs_grow_with_drafts_and_requests(is_cpu: bool) -> None:
     costs = schedule.prior_costs((0, 1, 3, 7), None, 64, 0.5, is_cpu)[1:]
     assert (np.diff(costs, axis=1) > 0).all() and (np.diff(costs, axis=0) >= 0).all()
     assert (schedule.prior_costs((0, 7), None, 64, 1.2, is_cpu)[1:] >= costs[:, [0, 3]]).all()  # of a larger head
+    one = schedule.prior_costs((0, 7), None, 1, 2.0, is_cpu)[1]  # of twice the target's weights for each draft
+    assert one[1] > 3 * one[0]
 
 
 def test_prior_costs_of_drafts_that_are_not_allowed_are_infinite() -> None:

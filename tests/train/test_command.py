@@ -251,6 +251,19 @@ def test_components_of_large_vocabularies_have_low_rank(head, circuit, rank, tmp
     assert CircuitTrainer.head_config(options, LlamaConfig(), "x", sizes).component_rank is None
 
 
+def test_default_head_is_small_for_its_vocabulary(tmp_path):
+    """Or that of the head it continues."""
+    given = {"target": "x", "data": ["x"], "out": "x", "circuit": "cp"}
+
+    def made(vocab_size, **more):
+        sizes = {"vocab_size": vocab_size, "hidden_size": 8}
+        return CircuitTrainer.head_config(parse({**given, **more}), LlamaConfig(), "x", sizes)
+
+    assert [made(size).head for size in (320, 2000, 2001)] == ["linear", "linear", "shared"]
+    (tmp_path / "config.json").write_text(made(2001, head="linear").to_json())
+    assert made(2001, init_from=str(tmp_path)).head == "linear"
+
+
 def test_target_without_lm_head_is_refused(place, capsys):
     """A backbone alone: transformers would make up an lm_head."""
     sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8}
