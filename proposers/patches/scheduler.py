@@ -84,6 +84,7 @@ class HeadScheduler(Scheduler):
         self.kinds: dict[str, str] = {}  # class of each request, for counters
         self.counts, self.counted_steps = Counter[str](), 0  # not sent to the front end yet
         self.warned = False  # that no draft is accepted
+        self.has_drafts_in_output = not self.use_v2_model_runner  # read by post_step
         # on V1 pruning depends on no sampled token (v1/proposer.py: set_one_hot); PTP's drafts have no distribution
         self.verifies_forbidden = spec.has_distribution and self.use_v2_model_runner
         self.last_step = (0.0, 0, False)  # its end in seconds, drafted K, whether it read no prompt
