@@ -28,6 +28,7 @@ serve() { # NAME DATA
     local fixed='"num_speculative_tokens_per_batch_size": "off", "min_acceptance": 0'
     "$python" -m vllm_mtpc bench serve --heads "$out/$1-head" --peers --data "$2" --concurrency 1 4 16 --prompts 8 \
         --max-tokens 96 --rounds "${ROUNDS:-5}" --json "benchmarks/results/other-$1-cpu.json" \
+        --variant 'K=0={"num_speculative_tokens_per_batch_size": [[1, 1024, 0]]}' \
         --variant "K=1={\"num_speculative_tokens\": 1, $fixed}" --variant "K=3={\"num_speculative_tokens\": 3, $fixed}" \
         --variant "every draft={$fixed}"
 }

@@ -90,7 +90,7 @@ class HeadModelRunner(GPUModelRunner):
         return is_plain and spec.verify != "rejection" and spec.rejection_sample_method == "standard"
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """Sample in the same call if no grammar is awaited: a call of a worker takes 1 ms where all cores are busy."""
+        """Sample in the same call if no grammar is awaited: each call of a worker waits for another process."""
         output = super().execute_model(scheduler_output, *args, **kwargs)
         if self.execute_model_state is None or scheduler_output.has_structured_output_requests:
             return output

@@ -50,7 +50,7 @@ def test_step_without_drafts_costs_what_plain_vllm_costs() -> None:
 
 @pytest.mark.column("mtpc on V1")
 def test_a_step_calls_the_worker_once() -> None:
-    """In a server each call waits for another process, 0.3 to 1 ms; vLLM makes three with drafts, two without."""
+    """In a server each call waits for another process; vLLM makes three with drafts, two without."""
     calls = [ask([prompt(9)], 16), ask([prompt(9)], 16, structured_outputs={"regex": "[a-z ]{40}"})]
     engines = {
         name: build(DEMO, head, calls, "calls of the worker", {KEY: schedule}, max_model_len=96)

@@ -85,12 +85,13 @@ def test_pass_sends_the_prompts_in_its_setting(monkeypatch: pytest.MonkeyPatch, 
     def bench_serve(args: Namespace) -> dict[str, Any]:
         sent.args, sent.prompts = args, Path(args.dataset_path).read_text()
         times = {"ttfts": [0.1, 0.2, 0.3], "latencies": [0.4, 0.8, 0.9], "output_lens": [4, 4, 4]}
-        return {"completed": completed, "duration": 2.0, "total_output_tokens": 12, **times}
+        errors = ["", "Traceback\nrefused", ""]
+        return {"completed": completed, "duration": 2.0, "total_output_tokens": 12, "errors": errors, **times}
 
     monkeypatch.setattr("vllm.benchmarks.serve.main", bench_serve)
     client = FakeClient()
     if completed < 3:
-        with pytest.raises(EngineFailed, match="answered 2 of 3 requests"):
+        with pytest.raises(EngineFailed, match="answered 2 of 3 requests of T=0, c=2: refused"):
             measure(client, SETTING, ["a", [7, 8], "b"])
         return
     found = measure(client, SETTING, ["a", [7, 8], "b"])

@@ -123,7 +123,7 @@ def measure(client: Client, setting: Setting, prompts: Sequence[Prompt]) -> Meas
     result = _bench_serve(client.url, setting, prompts)
     if result["completed"] < len(prompts):
         answered = f"{result['completed']} of {len(prompts)} requests"
-        error = next(filter(None, result.get("errors", ())), "no error").strip().rpartition("\n")[2]
+        error = next(filter(None, result["errors"]), "no error").strip().rpartition("\n")[2]
         raise EngineFailed(f"vllm serve answered {answered} of {setting.name}: {error}")
     times = zip(result["latencies"], result["ttfts"], result["output_lens"], strict=True)
     tpots = [(latency - first) / max(1, tokens - 1) for latency, first, tokens in times]

@@ -80,12 +80,12 @@ class CircuitTrainer(Trainer):
     def head_config(options: TrainOptions, target: Any, verifier: str, sizes: dict[str, Any]) -> HeadConfig:
         own = {name: getattr(options, name) for name in head_options()}
         source = read_circuit_config(resolve_head(options.init_from)) if options.init_from else None
-        name = options.head or (source.head if source else default_head(sizes["vocab_size"]))
-        if source and source.head == name:  # options that are not given are those of the source
+        head = options.head or (source.head if source else default_head(sizes["vocab_size"]))
+        if source and source.head == head:  # options that are not given are those of the source
             own = {name: getattr(source, name) if value is None else value for name, value in own.items()}
         # of a composite model, the sizes of its language model
         target = target.get_text_config().to_dict() | target.to_dict() | sizes
-        is_new = source is None and own["component_rank"] is None and COMPONENTS in HEADS[name].options
+        is_new = source is None and own["component_rank"] is None and COMPONENTS in HEADS[head].options
         if is_new and options.num_components > 1 and COMPONENTS.of_target:
             own["component_rank"] = COMPONENTS.of_target(target) or None
         return HeadConfig.create(
@@ -94,7 +94,7 @@ class CircuitTrainer(Trainer):
             num_components=options.num_components,
             target=target,
             verifier=verifier,
-            head=name,
+            head=head,
             num_speculative_tokens=options.num_speculative_tokens,
             lora_layers=options.lora_layers,
             **own,
