@@ -81,11 +81,10 @@ class Trace(TorchDispatchMode):
                 self.count["bytes"] += round(share(name, value, given, self.batch) * value.numel()) * value.itemsize
         if kernel.__name__ == "_tiles":
             self.count["flops"] += 2 * self.batch * given["weight_ptr"].numel()
-        elif kernel.__name__ == "token_bias":
-            self.count["flops"] += 2 * self.batch * given["RANK"] * given["vocab_size"]
         elif kernel.__name__ in ("leaf_blocks", "draft_blocks"):
             leaves = 1 if "k" in given else given["num_drafts"]
-            self.count["flops"] += 2 * self.batch * leaves * given["r"] * given["LOW"] * given["vocab_size"]
+            terms = given["r"] * given["LOW"] + given["RANK"]
+            self.count["flops"] += 2 * self.batch * leaves * terms * given["vocab_size"]
 
 
 def share(name: str, tensor: Tensor, given: dict[str, Any], batch: int) -> float:
@@ -96,7 +95,7 @@ def share(name: str, tensor: Tensor, given: dict[str, Any], batch: int) -> float
     is_leaf = name in ("leaf_ptr", "low_ptr", "out_ptr", "target_ptr")
     if is_leaf and "START" in given:
         return 0.0  # a number per component
-    return 1 / DRAFTS if is_leaf and ("k" in given or given.get("bias_ptr") is not None) else 1.0  # of one draft
+    return 1 / DRAFTS if is_leaf and ("k" in given or given.get("RANK")) else 1.0  # of one draft
 
 
 @contextmanager

@@ -23,13 +23,14 @@ from vllm_mtpc.kernels.shard import Shard
 REGISTERS = {} if torch.version.hip else {"maxnreg": 255}
 BLOCKED_TILE = 4096  # for larger leaves: many instances share a leaf
 MIN_BLOCK = 64
-BIAS_CHUNK, BIAS_ROWS, BIAS_BLOCK = 64, 16, 128  # of `token_bias`: a product of tiles takes 16 rows and more
 
 LEAF_STRIDES = ("leaf_stride", "k_stride", "z_stride")
 ROWS_ARGUMENTS = ("leaf_ptr", "UNIT", *LEAF_STRIDES)  # of a leaf, in `draft_rows`
 LOW_POINTERS, LOW_STRIDES = ("low_ptr", "out_ptr"), ("low_stride", "low_k_stride", "out_k_stride", "out_stride")
 
-LOW_ROWS = 4  # requests of a program instance, which share the first columns of the components' differences
+# Requests of a program instance: they share the first columns of the components' differences, or the product of tiles
+# of their biases, which takes 16 rows and more.
+LOW_ROWS, BIAS_ROWS = 4, 16
 
 Arguments = dict[str, Any]  # of a kernel, by name
 
@@ -87,11 +88,7 @@ class Drafter:
         small = shard is None and is_small(num_components, vocab_size)
         self.one_launch, self.shard = small if one_launch is None else one_launch, shard
         self.width = vocab_size if shard is None else shard.rows
-        tile = TILE if self.one_launch else BLOCKED_TILE
-        block = min(triton.next_power_of_2(self.width), max(MIN_BLOCK, tile // size))
         self.sizes = {"R": size, "DEPTH": depth}
-        self.num_blocks = triton.cdiv(self.width, block)
-        self.tile = {"R": size, "BLOCK": block, "num_warps": 8 if size * block > BLOCKED_TILE else 4}
         self.noise = {"NOISED_ARGMAX": noised_argmax, "USE_FP64": use_fp64}
 
     def __call__(
@@ -164,28 +161,35 @@ class Drafter:
         )  # fmt: skip
         (self._draft_rows if self.one_launch else self._draft_blocks)(batch)
 
+    def _tile(self, rows: int) -> tuple[Arguments, int]:
+        """Return the sizes of a tile of `rows` rows, and the number of blocks of a leaf."""
+        tile = TILE if self.one_launch else BLOCKED_TILE
+        block = min(triton.next_power_of_2(self.width), max(MIN_BLOCK, tile // rows))
+        warps = 8 if rows * block > BLOCKED_TILE else 4
+        return {"R": self.sizes["R"], "BLOCK": block, "num_warps": warps}, triton.cdiv(self.width, block)
+
     def _draft_rows(self, batch: Batch) -> None:
         """The path of one launch."""
         num_reqs, num_drafts, r, vocab_size = batch.shape
-        source, target = batch.bigram or (None, None)
-        rank, strides = (0, (None, None)) if target is None else (target.shape[1], target.stride())
-        chunk = min(triton.next_power_of_2(rank), max(1, TILE // 2 // self.tile["BLOCK"])) if rank else 0
+        tile, blocks = self._tile(self.sizes["R"])
+        bigram = _bigram_arguments(batch.bigram)
+        chunk = min(triton.next_power_of_2(bigram["RANK"]), max(1, TILE // 2 // tile["BLOCK"]))
         launches.draft_rows[(num_reqs,)](
             **{name: batch.leaf[name] for name in ROWS_ARGUMENTS},
-            first_ptr=batch.first, source_ptr=source,
-            target_ptr=target, target_k_stride=strides[0], target_stride=strides[1],
-            **batch.circuit, **batch.requests, **batch.outputs, **batch.cache,
-            num_drafts=num_drafts, r=r, vocab_size=vocab_size, **self.noise, DRAW=batch.draw, **self.tile,
-            DEPTH=self.sizes["DEPTH"], BLOCKS=self.num_blocks, RANK=rank, CHUNK=chunk, **REGISTERS,
+            first_ptr=batch.first, **bigram, **batch.circuit, **batch.requests, **batch.outputs, **batch.cache,
+            num_drafts=num_drafts, r=r, vocab_size=vocab_size, **self.noise, DRAW=batch.draw, **tile,
+            DEPTH=self.sizes["DEPTH"], BLOCKS=blocks, CHUNK=chunk, **REGISTERS,
         )  # fmt: skip
 
     def _draft_blocks(self, batch: Batch) -> None:
         """The path in blocks of the vocabulary; R: r rounded up to a power of two."""
         num_reqs, num_drafts, r, vocab_size = batch.shape
-        shard, blocks, size, bigram = self.shard, self.num_blocks, self.sizes["R"], batch.bigram
+        shard, size, bigram = self.shard, self.sizes["R"], _bigram_arguments(batch.bigram)
+        has_bias = bigram["RANK"] > 0
+        tile, blocks = self._tile(max(size, BIAS_ROWS) if has_bias else size)
         begin, cache, columns, written = None, batch.cache["cache_ptr"], None, batch.cache
-        leaves = num_drafts if bigram is None else 1  # normalised together
-        rows = LOW_ROWS if batch.leaf["LOW"] else 1
+        leaves = 1 if has_bias else num_drafts  # normalised together
+        rows = BIAS_ROWS if has_bias else LOW_ROWS if batch.leaf["LOW"] else 1
         width = -(-self.width // 16) * 16  # a stride that is specialised alike, whatever the batch and K
         buffer = partial(torch.empty, dtype=torch.float32, device=batch.leaf["leaf_ptr"].device)
         tops, totals = (buffer(num_reqs, leaves, blocks, size) for _ in range(2))
@@ -193,19 +197,17 @@ class Drafter:
         state = buffer(1 + self.sizes["DEPTH"], num_reqs, size)
         record_dtype = torch.float64 if self.noise["USE_FP64"] else torch.float32
         records, count = buffer(blocks, num_reqs, launches.RECORD.value + size, dtype=record_dtype), blocks
-        bias = None if bigram is None else buffer(num_reqs, width)
         if shard is not None:
             vocab_size, begin, count = shard.stop - shard.start, shard.start, shard.size
             if cache is not None:  # this rank's conditionals
                 columns = buffer(num_reqs, num_drafts, width, dtype=cache.dtype)
                 written = _cache_arguments(columns)
-        biases = {"bias_ptr": bias, "bias_stride": 0 if bias is None else width}
         shared = {"r": r, **self.sizes}
 
-        def normalise(leaf: Arguments, count: int, k: int, biases: Arguments, start: bool) -> None:
+        def normalise(leaf: Arguments, count: int, k: int, bias: Arguments, start: bool) -> None:
             launches.leaf_blocks[(triton.cdiv(num_reqs, rows), blocks, count)](
-                **leaf, **biases, draft=k, top_ptr=tops, total_ptr=totals,
-                num_drafts=count, batch=num_reqs, r=r, vocab_size=vocab_size, **self.tile, ROWS=rows,
+                **leaf, **bias, draft=k, top_ptr=tops, total_ptr=totals,
+                num_drafts=count, batch=num_reqs, r=r, vocab_size=vocab_size, **tile, ROWS=rows,
             )  # fmt: skip
             launches.start_rows[(count, num_reqs)](
                 **leaf, **batch.circuit, first_ptr=batch.first, top_ptr=tops, total_ptr=totals, norm_ptr=norms,
@@ -214,17 +216,17 @@ class Drafter:
             )  # fmt: skip
 
         if batch.given:
-            normalise(batch.given, 1, 0, {"bias_ptr": None, "bias_stride": 0}, True)
+            normalise(batch.given, 1, 0, _before(None) | _bigram_arguments(None), True)
         for k in range(num_drafts):
-            if bias is not None:
-                self._add_bias(batch, k, bias, vocab_size)
+            before = batch.first if k == 0 else batch.outputs["token_ptr"][:, k - 1]
+            bias = _before(before if has_bias else None) | bigram
             if k % leaves == 0:
-                normalise(batch.leaf, leaves, k, biases, k == 0 and not batch.given)
+                normalise(batch.leaf, leaves, k, bias, k == 0 and not batch.given)
                 whole_norms = norms if shard is None else shard.normalisers(norms)
             launches.draft_blocks[(triton.cdiv(num_reqs, rows), blocks)](
-                **batch.leaf, **biases, norm_ptr=whole_norms, state_ptr=state, **batch.requests, **written,
+                **batch.leaf, **bias, norm_ptr=whole_norms, state_ptr=state, **batch.requests, **written,
                 record_ptr=records, k=k, num_drafts=num_drafts, batch=num_reqs, r=r, vocab_size=vocab_size,
-                begin=begin, **self.noise, DRAW=batch.draw, **self.tile, ROWS=rows,
+                begin=begin, **self.noise, DRAW=batch.draw, **tile, ROWS=rows,
             )  # fmt: skip
             launches.choose[(num_reqs,)](
                 record_ptr=records if shard is None else shard.gather(self._nominate(records)),
@@ -237,7 +239,7 @@ class Drafter:
             launches.spread[(blocks * shard.size, num_drafts, num_reqs)](
                 log_q_ptr=shard.gather(columns.flatten(1)), slot_ptr=batch.requests["slot_ptr"], **batch.cache,
                 num_drafts=num_drafts, rows=shard.rows, width=width, vocab_size=cache.shape[2],
-                BLOCK=self.tile["BLOCK"],
+                BLOCK=tile["BLOCK"],
             )  # fmt: skip
 
     def _nominate(self, records: Tensor) -> Tensor:
@@ -247,18 +249,6 @@ class Drafter:
         sizes = {"num_blocks": blocks, "R": self.sizes["R"], "BLOCKS": triton.next_power_of_2(blocks)}
         launches.nominate[(num_reqs,)](record_ptr=records, nominee_ptr=nominee, **sizes)
         return nominee
-
-    def _add_bias(self, batch: Batch, k: int, bias: Tensor, vocab_size: int) -> None:
-        """Write the bias of the token before draft k to `bias` [B, width]."""
-        assert batch.first is not None and batch.bigram is not None
-        before, (source, target) = batch.first if k == 0 else batch.outputs["token_ptr"][:, k - 1], batch.bigram
-        (num_reqs, width), rank = bias.shape, source.shape[1]
-        launches.token_bias[(triton.cdiv(num_reqs, BIAS_ROWS), triton.cdiv(width, BIAS_BLOCK))](
-            before_ptr=before, before_stride=before.stride(0), source_ptr=source, target_ptr=target,
-            target_k_stride=target.stride(0), target_stride=target.stride(1),
-            bias_ptr=bias, width=width, k=k, batch=num_reqs, vocab_size=vocab_size, RANK=rank,
-            CHUNK=min(BIAS_CHUNK, max(16, triton.next_power_of_2(rank))), ROWS=BIAS_ROWS, BLOCK=BIAS_BLOCK,
-        )  # fmt: skip
 
 
 def _leaf_arguments(leaf: Tensor, low: LowRank | None) -> Arguments:
@@ -282,3 +272,15 @@ def _cache_arguments(cache: Tensor | None) -> Arguments:
     if cache is None:
         return {"cache_ptr": None, "cache_stride": 0, "cache_k_stride": 0}
     return {"cache_ptr": cache, "cache_stride": cache.stride(0), "cache_k_stride": cache.stride(1)}
+
+
+def _bigram_arguments(bigram: Bigram | None) -> Arguments:
+    if bigram is None:
+        return {"source_ptr": None, "target_ptr": None, "target_k_stride": 0, "target_stride": 0, "RANK": 0}
+    source, target = bigram
+    strides = {"target_k_stride": target.stride(0), "target_stride": target.stride(1)}
+    return {"source_ptr": source, "target_ptr": target, **strides, "RANK": target.shape[1]}
+
+
+def _before(tokens: Tensor | None) -> Arguments:
+    return {"before_ptr": tokens, "before_stride": 0 if tokens is None else tokens.stride(0)}

@@ -11,59 +11,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vllm_mtpc.kernels.draft.tiles import add_bias, evidence, load_bias, load_biased, load_leaf, load_out
 from vllm_mtpc.kernels.filter import kernel as machine
-from vllm_mtpc.kernels.leaf.kernel import WIDEN
 
 STRIDES = ("leaf_stride", "k_stride", "z_stride", "low_stride", "low_k_stride")  # that depend on the batch or on K
-LOW_CHUNK: tl.constexpr = tl.constexpr(16)  # columns of the components' differences in a product of tiles
 RECORD: tl.constexpr = tl.constexpr(5)  # numbers of a record, in addition to one per component
-
-
-@triton.jit
-def load_tile(leaf_ptr, z_stride, token, vocab_size, r, R: tl.constexpr):
-    """Logits [R, BLOCK] of tokens [BLOCK], float32: -inf beyond the vocabulary, 0 in the rows beyond r."""
-    z = tl.arange(0, R)
-    inside = (z[:, None] < r) & (token[None, :] < vocab_size)
-    offset = z[:, None].to(tl.int64) * z_stride + token[None, :]
-    x = tl.load(leaf_ptr + offset, mask=inside, other=float("-inf")).to(tl.float32)
-    return tl.where(z[:, None] < r, x, 0.0)
-
-
-@triton.jit
-def load_low(low_ptr, begin, r, R: tl.constexpr, LOW: tl.constexpr):
-    """Columns [R, LOW_CHUNK] of low [r, LOW], the components' differences (`kernels/low_rank.py`)."""
-    z, c = tl.arange(0, R), begin + tl.arange(0, LOW_CHUNK)
-    low = tl.load(low_ptr + z[:, None] * LOW + c[None, :], mask=(z[:, None] < r) & (c[None, :] < LOW), other=0.0)
-    return low.to(tl.float32) if WIDEN else low
-
-
-@triton.jit
-def load_out(out_ptr, out_stride, begin, token, vocab_size, LOW: tl.constexpr):
-    """Rows [LOW_CHUNK, BLOCK] of out [LOW, V]; LOW 0: 0."""
-    out = 0
-    if LOW > 0:
-        c, is_token = begin + tl.arange(0, LOW_CHUNK)[:, None], token[None, :] < vocab_size
-        out = tl.load(out_ptr + c.to(tl.int64) * out_stride + token[None, :], mask=(c < LOW) & is_token, other=0.0)
-        out = out.to(tl.float32) if WIDEN else out
-    return out
-
-
-@triton.jit
-def load_leaf(
-    leaf_ptr, z_stride, low_ptr, out_ptr, out_stride, out, token, vocab_size, r,
-    R: tl.constexpr, LOW: tl.constexpr,
-):  # fmt: skip
-    """A tile; LOW > 0: of common logits and the differences low times out, whose first rows `out` are loaded."""
-    if LOW == 0:
-        tile = load_tile(leaf_ptr, z_stride, token, vocab_size, r, R)
-    else:
-        tile = tl.dot(load_low(low_ptr, 0, r, R, LOW), out, input_precision="ieee")
-        for begin in range(LOW_CHUNK, LOW, LOW_CHUNK):
-            more = load_out(out_ptr, out_stride, begin, token, vocab_size, LOW)
-            tile = tl.dot(load_low(low_ptr, begin, r, R, LOW), more, tile, input_precision="ieee")
-        common = tl.load(leaf_ptr + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
-        tile = tl.where(tl.arange(0, R)[:, None] < r, tile + common[None, :], 0.0)
-    return tile
 
 
 @triton.jit
@@ -122,22 +74,6 @@ def request(slot_ptr, temperature_ptr, seed_ptr, pos_ptr, row, DRAW: tl.constexp
 
 
 @triton.jit
-def evidence(
-    leaf_ptr, z_stride, low_ptr, out_ptr, out_stride, token, norm, r,
-    R: tl.constexpr, LOW: tl.constexpr,
-):  # fmt: skip
-    """Return log p(token | z) [R], finite beyond r."""
-    at = leaf_ptr + tl.arange(0, R).to(tl.int64) * (0 if LOW > 0 else z_stride) + token
-    x = tl.load(at, mask=tl.arange(0, R) < r, other=0.0).to(tl.float32)
-    if LOW > 0:
-        for begin in range(0, LOW, LOW_CHUNK):
-            c = begin + tl.arange(0, LOW_CHUNK)
-            out = tl.load(out_ptr + c.to(tl.int64) * out_stride + token, mask=c < LOW, other=0.0).to(tl.float32)
-            x += tl.sum(load_low(low_ptr, begin, r, R, LOW).to(tl.float32) * out[None, :], axis=1)
-    return tl.where(x > float("-inf"), x - norm, float("-inf"))
-
-
-@triton.jit
 def given_evidence(evidence_ptr, row, r, R: tl.constexpr):
     """Return log p(x_1 | z) [R] of a row, 0 beyond r."""
     return tl.load(evidence_ptr + row * r + tl.arange(0, R), mask=tl.arange(0, R) < r, other=0.0).to(tl.float32)
@@ -186,62 +122,40 @@ def best(record_ptr, count, row, num_rows, R: tl.constexpr, COUNT: tl.constexpr)
     return record_ptr + (winner.to(tl.int64) * num_rows + row) * (RECORD + R), top, first, second
 
 
-@triton.jit(do_not_specialize=["before_stride", "k", "batch"], do_not_specialize_on_alignment=["before_ptr"])
-def token_bias(
-    before_ptr, before_stride, source_ptr, target_ptr, target_k_stride, target_stride,
-    bias_ptr, width, k, batch, vocab_size,
-    RANK: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Bias [B, width] float32 of draft k, ROWS requests and BLOCK tokens at a time: W2_k is read once for ROWS of them.
-
-    0 in columns beyond vocab_size.
-    """
-    row, token = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_row, row = row < batch, row.to(tl.int64)
-    before = tl.load(before_ptr + row * before_stride, mask=is_row, other=0).to(tl.int64)
-    target_ptr += k.to(tl.int64) * target_k_stride
-    bias = tl.zeros([ROWS, BLOCK], tl.float32)
-    for low in range(0, RANK, CHUNK):
-        j = low + tl.arange(0, CHUNK)
-        mask = is_row[:, None] & (j[None, :] < RANK)
-        given = tl.load(source_ptr + before[:, None] * RANK + j[None, :], mask=mask, other=0.0)
-        mask = (j[:, None] < RANK) & (token[None, :] < vocab_size)
-        taken = tl.load(target_ptr + j[:, None].to(tl.int64) * target_stride + token[None, :], mask=mask, other=0.0)
-        if WIDEN:
-            given, taken = given.to(tl.float32), taken.to(tl.float32)
-        bias = tl.dot(given, taken, bias, input_precision="ieee")
-    tl.store(bias_ptr + row[:, None] * width + token[None, :], bias, mask=is_row[:, None] & (token[None, :] < width))
-
-
 @triton.jit(
-    do_not_specialize=[*STRIDES, "num_drafts", "draft", "batch"],
-    do_not_specialize_on_alignment=["low_ptr"],
+    do_not_specialize=[*STRIDES, "before_stride", "num_drafts", "draft", "batch"],
+    do_not_specialize_on_alignment=["low_ptr", "before_ptr"],
 )
 def leaf_blocks(
     leaf_ptr, leaf_stride, k_stride, z_stride,
     low_ptr, low_stride, low_k_stride, out_ptr, out_k_stride, out_stride,
-    bias_ptr, bias_stride, draft, top_ptr, total_ptr, num_drafts, batch, r, vocab_size,
-    R: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr,
+    before_ptr, before_stride, source_ptr, target_ptr, target_k_stride, target_stride,
+    draft, top_ptr, total_ptr, num_drafts, batch, r, vocab_size,
+    R: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, LOW: tl.constexpr, RANK: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """Maximum and sum of every component in one block of one leaf of ROWS requests.
 
-    bias_ptr, if not None: bias [B, bias_stride] of the token before; the only leaf is that of `draft`.
+    RANK > 0: the only leaf is that of `draft`, with the bias of the tokens before_ptr [B].
     """
     group, block, place = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    k = (place if bias_ptr is None else draft).to(tl.int64)
+    k = (place if RANK == 0 else draft).to(tl.int64)
     if LOW > 0:
         out_ptr += k * out_k_stride
     token = block * BLOCK + tl.arange(0, BLOCK)
     z_stride = z_stride.to(tl.int64) * UNIT
     out = load_out(out_ptr, out_stride, 0, token, vocab_size, LOW)
+    bias = load_bias(
+        before_ptr, before_stride, source_ptr, target_ptr, target_k_stride, target_stride,
+        k, group * ROWS, batch, token, vocab_size, RANK, ROWS,
+    )  # fmt: skip
     for index in range(ROWS):
         row = group * ROWS + index
         if row < batch:
             leaf = leaf_ptr + (row * leaf_stride + k * k_stride) * UNIT
             low = low_ptr if LOW == 0 else low_ptr + row * low_stride + k * low_k_stride
             tile = load_leaf(leaf, z_stride, low, out_ptr, out_stride, out, token, vocab_size, r, R, LOW)
-            if bias_ptr is not None:
-                tile += tl.load(bias_ptr + row * bias_stride + token, mask=token < vocab_size, other=0.0)[None, :]
+            tile = add_bias(tile, bias, index, RANK, ROWS)
             top, total = add_block(tile, tl.full([R], float("-inf"), tl.float32), tl.full([R], 0.0, tl.float32))
             at = ((row * num_drafts + place) * tl.num_programs(1) + block) * R + tl.arange(0, R)
             tl.store(top_ptr + at, top)
@@ -294,23 +208,25 @@ def start_rows(
 
 
 @triton.jit(
-    do_not_specialize=[*STRIDES, "k", "num_drafts", "batch"],
-    do_not_specialize_on_alignment=["slot_ptr", "pos_ptr", "low_ptr"],
+    do_not_specialize=[*STRIDES, "before_stride", "k", "num_drafts", "batch"],
+    do_not_specialize_on_alignment=["slot_ptr", "pos_ptr", "low_ptr", "before_ptr"],
 )
 def draft_blocks(
     leaf_ptr, leaf_stride, k_stride, z_stride,
     low_ptr, low_stride, low_k_stride, out_ptr, out_k_stride, out_stride,
-    bias_ptr, bias_stride, norm_ptr, state_ptr,
+    before_ptr, before_stride, source_ptr, target_ptr, target_k_stride, target_stride,
+    norm_ptr, state_ptr,
     slot_ptr, temperature_ptr, seed_ptr, pos_ptr,
     cache_ptr, cache_stride, cache_k_stride, record_ptr,
     k, num_drafts, batch, r, vocab_size, begin,
     NOISED_ARGMAX: tl.constexpr, DRAW: tl.constexpr, USE_FP64: tl.constexpr,
-    R: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr,
+    R: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, LOW: tl.constexpr, RANK: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write one block of draft k's conditionals of ROWS requests to the cache, and their records [blocks, B, 5 + R].
 
     begin, if not None: the first token of this rank, whose cache has a row per request instead of slots.
-    bias_ptr, if not None: bias [B, bias_stride] of the token before; normalisers are those of this draft.
+    RANK > 0: with the bias of the tokens before_ptr [B]; normalisers are those of this draft.
     """
     group, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     z, token = tl.arange(0, R), block * BLOCK + tl.arange(0, BLOCK)
@@ -319,17 +235,20 @@ def draft_blocks(
         out_ptr += k.to(tl.int64) * out_k_stride
     z_stride = z_stride.to(tl.int64) * UNIT
     out = load_out(out_ptr, out_stride, 0, token, vocab_size, LOW)
+    bias = load_bias(
+        before_ptr, before_stride, source_ptr, target_ptr, target_k_stride, target_stride,
+        k, group * ROWS, batch, token, vocab_size, RANK, ROWS,
+    )  # fmt: skip
     for number in range(ROWS):
         row = group * ROWS + number
         if row < batch:
             slot, temperature, scale, seed, pos = request(slot_ptr, temperature_ptr, seed_ptr, pos_ptr, row, DRAW)
             weights = tl.load(state_ptr + row * R + z)
-            norm = tl.load(norm_ptr + (row * num_drafts + k if bias_ptr is None else row) * R + z)
+            norm = tl.load(norm_ptr + (row * num_drafts + k if RANK == 0 else row) * R + z)
             leaf = leaf_ptr + (row * leaf_stride + k.to(tl.int64) * k_stride) * UNIT
             low = low_ptr if LOW == 0 else low_ptr + row * low_stride + k.to(tl.int64) * low_k_stride
             tile = load_leaf(leaf, z_stride, low, out_ptr, out_stride, out, token, vocab_size, r, R, LOW)
-            if bias_ptr is not None:
-                tile += tl.load(bias_ptr + row * bias_stride + token, mask=mask, other=0.0)[None, :]
+            tile = add_bias(tile, bias, number, RANK, ROWS)
             log_q = mixture(tile, weights, norm)
             if cache_ptr is not None:
                 log_q = rounded(log_q, cache_ptr)
@@ -397,28 +316,6 @@ def spread(
     at = ((rank * tl.num_programs(2) + row) * num_drafts + k) * width + token % rows
     log_q = tl.load(log_q_ptr + at, mask=mask, other=0.0)
     tl.store(cache_ptr + slot * cache_stride + k.to(tl.int64) * cache_k_stride + token, log_q, mask=mask)
-
-
-@triton.jit
-def load_biased(
-    leaf_ptr, z_stride, source_ptr, target_ptr, target_stride, token, vocab_size, r,
-    R: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """A tile, with the bias W1[before] W2_k of a bigram (`kernels/bigram.py`), products in float32; RANK 0: none.
-
-    source_ptr: the row of W1 [RANK] of the token before; target_ptr: W2_k [RANK, V], read CHUNK rows at a time.
-    """
-    tile = load_tile(leaf_ptr, z_stride, token, vocab_size, r, R)
-    if RANK > 0:
-        bias = tl.zeros_like(token).to(tl.float32)
-        for low in range(0, RANK, CHUNK):
-            j = low + tl.arange(0, CHUNK)
-            given = tl.load(source_ptr + j, mask=j < RANK, other=0.0).to(tl.float32)
-            mask = (j[:, None] < RANK) & (token[None, :] < vocab_size)
-            taken = tl.load(target_ptr + j[:, None].to(tl.int64) * target_stride + token[None, :], mask=mask, other=0.0)
-            bias += tl.sum(given[:, None] * taken.to(tl.float32), axis=0)
-        tile += bias[None, :]
-    return tile
 
 
 @triton.jit(
