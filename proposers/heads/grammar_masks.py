@@ -25,6 +25,7 @@ from torch.nn import functional
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group, model_parallel_is_initialized
 from vllm.sampling_params import SamplingParams
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 from vllm.v1.structured_output.request import StructuredOutputRequest
@@ -66,25 +67,31 @@ class Masks:
 
         def masked(log_q: Tensor, k: int) -> Tensor:
             open_rows = [row for row in self.rows if row not in self.lengths]
+            drafts = pick(self._mask(log_q, open_rows) if open_rows else log_q, k)
+            tokens = drafts.tolist() if open_rows else []  # waits for the device
             for row in open_rows:
-                self.rows[row].grammar.fill_bitmask(self.bitmask, row)
-            if open_rows and self.bitmask is not None:
-                bits, vocab_size = self.bitmask[open_rows].to(log_q.device), log_q.shape[1]
-                forbidden = bits[:, :, None] & (1 << torch.arange(32, dtype=torch.int32, device=bits.device)) == 0
-                forbidden = forbidden.flatten(1)[:, :vocab_size]  # the bits of further tokens are missing
-                forbidden = functional.pad(forbidden, (0, vocab_size - forbidden.shape[1]), value=True)
-                own = log_q[open_rows].masked_fill_(forbidden, -torch.inf)
-                log_q[open_rows] = own.log_softmax(dim=-1)
-            drafts = pick(log_q, k)
-            for row, token in zip(open_rows, drafts[open_rows].tolist(), strict=True):
                 grammar = self.rows[row].grammar
-                if grammar.accept_tokens("draft", [token]):
+                if grammar.accept_tokens("draft", [tokens[row]]):
                     self._advanced[row] += 1
                 if grammar.is_terminated():
                     self.lengths[row] = k + 1
             return drafts
 
         return masked if self.rows else pick
+
+    def _mask(self, log_q: Tensor, open_rows: list[int]) -> Tensor:
+        """Return log q [B, V], masked and normalised in these rows; one copy to the device, without waiting for it."""
+        assert self.bitmask is not None  # allocated with the first compiled grammar
+        for row in open_rows:
+            self.rows[row].grammar.fill_bitmask(self.bitmask, row)
+        # -1: every token is allowed; the last word is that of the tokens which a grammar has no bits for
+        bits = torch.full((len(log_q), self.bitmask.shape[1] + 1), -1, dtype=torch.int32)
+        bits[open_rows] = functional.pad(self.bitmask[open_rows], (0, 1))
+        bits, vocab_size = async_tensor_h2d(bits, log_q.device), log_q.shape[1]
+        allowed = bits[:, :-1, None] & (1 << torch.arange(32, dtype=torch.int32, device=bits.device)) != 0
+        allowed, is_other = allowed.flatten(1)[:, :vocab_size], bits[:, -1:] != 0
+        allowed = torch.cat([allowed, is_other.expand(-1, vocab_size - allowed.shape[1])], dim=1)
+        return torch.where(is_other, log_q, log_q.masked_fill(~allowed, -torch.inf).log_softmax(dim=-1))
 
     def rewind(self) -> None:
         """Take the drafts back from the grammars."""

@@ -28,6 +28,7 @@ from vllm.config.compilation import CompilationMode, CUDAGraphMode
 from vllm.config.kernel import IrOpPriorityConfig
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -452,7 +453,7 @@ class MtpcSpeculator(HeadSpeculator):
         assert self.structured is not None  # `propose` asks it for the rows
         for start in range(0, len(rows), self.masked_rows):
             chunk = rows[start : start + self.masked_rows]
-            index = torch.tensor(chunk, device=self.device)
+            index = async_tensor_h2d(chunk, self.device, torch.int64)
             req_ids = [input_batch.req_ids[row] for row in chunk]
             masks = self.structured.masks(req_ids, self.idx_mapping[index].long(), num_sampled[index])
             if masks.rows:

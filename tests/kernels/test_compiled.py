@@ -117,7 +117,7 @@ def _drafting(name: str) -> tuple[Callable[[], None], Callable[[], None]]:
     from vllm_mtpc.heads import build_head
     from vllm_mtpc.plan.draft_schedule import expand_schedule
     from vllm_mtpc.proposers.config.draft_memory import masked_rows, rows_at_once
-    from vllm_mtpc.proposers.heads.grammar_masks import Follower, Masks
+    from vllm_mtpc.proposers.heads import grammar_masks
     from vllm_mtpc.proposers.v2 import speculator as module
 
     sizes, zeros = HEADS[name], partial(torch.zeros, device=META)
@@ -133,6 +133,7 @@ def _drafting(name: str) -> tuple[Callable[[], None], Callable[[], None]]:
 
     gumbel = vllms_gumbel()
     module.gumbel_noised_argmax, module.gumbel_sample = gumbel.gumbel_noised_argmax, gumbel.gumbel_sample
+    module.async_tensor_h2d = grammar_masks.async_tensor_h2d = lambda data, *_: torch.as_tensor(data).to(META)
     served = object.__new__(module.MtpcSpeculator)
     served.max_num_reqs, served.num_speculative_steps, served.use_fp64_gumbel, served.is_drawn = 1024, 7, False, True
     served.model, served.device = head, META
@@ -148,8 +149,10 @@ def _drafting(name: str) -> tuple[Callable[[], None], Callable[[], None]]:
     served.draft_tokens, served.step_cols = zeros(1024, 7, dtype=LONG), zeros(7, dtype=torch.int32)
     served.draft_logits = zeros(1024, 7, sizes["vocab_size"], dtype=HALF)
     bits = torch.zeros(1024, -(-sizes["vocab_size"] // 32), dtype=torch.int32)
-    follower = Follower(Mock(is_terminated=lambda: False))
-    served.structured = SimpleNamespace(masks=lambda names, *_: Masks(bits, dict.fromkeys(range(len(names)), follower)))
+    follower = grammar_masks.Follower(Mock(is_terminated=lambda: False))
+    served.structured = SimpleNamespace(
+        masks=lambda names, *_: grammar_masks.Masks(bits, dict.fromkeys(range(len(names)), follower))
+    )
     batch = SimpleNamespace(req_ids=["r"] * 1024)
     # Triton specialises 1 and multiples of 16: of batches, and of the part of one that is drafted last
     steps = set(served.rows_at_once.values())
