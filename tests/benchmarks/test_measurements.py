@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import kernels, launches, sweep, synthetic, timing, training
+from benchmarks import kernels, launches, serve_tables, sweep, synthetic, timing, training
 from tests.support.configs import engine_config
 from tests.support.engine import Engine, ask, run
 from tests.support.models import make_target
@@ -27,6 +27,14 @@ def test_draft_has_no_more_launches_and_bytes_than_before(name: str, root: Path)
     (before,) = (row for row in kept if (row["head"], row["batch"]) == (name, 32))
     found = launches.measure(name, 32)
     assert all(0 < found[key] <= before[key] for key in ("operations", "triton", "bytes", "flops"))
+
+
+@pytest.mark.parametrize("name", serve_tables.FILES)
+def test_served_speeds_in_documents_equal_their_result_files(root: Path, name: str) -> None:
+    text = (root / name).read_text(encoding="utf-8")
+    assert serve_tables.fill(text) == text, "type: python -m benchmarks.serve_tables"
+    falsified = text.replace("1.57x", "1.75x")
+    assert falsified != text and serve_tables.fill(falsified) == text
 
 
 def test_sweep_trains_every_run_once(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:

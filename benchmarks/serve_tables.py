@@ -1,0 +1,149 @@
+"""Write the tables of served speed into README.md and docs/performance.md from the files of `bench serve`.
+
+    python -m benchmarks.serve_tables
+
+A block is between `<!-- NAME: made by benchmarks.serve_tables -->` and `<!-- end -->`. A speed-up is the median over
+rounds of the ratio to plain vLLM in the same round; the range of five rounds is a 94 % interval of the median.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from vllm_mtpc.engine import provenance
+
+CELLS = [(temperature, clients) for temperature in (1.0, 0.0) for clients in (1, 4, 16)]
+TARGETS = ("qwen3", "neox", "bytes", "phi3")
+GOAL = 0.97  # of plain vLLM, and of the best fixed number of drafts
+UNDRAFTED_GOAL = 0.98  # of the CPU seconds of plain vLLM, with K=0
+BLOCK = re.compile(r"(<!-- ([\w ]+): made by benchmarks\.serve_tables -->\n?).*?(<!-- end -->)", re.DOTALL)
+
+Rows = dict[str, dict[tuple[float, int], dict[str, Any]]]  # by decoding, then temperature and clients
+
+
+def read(name: str) -> Rows:
+    """Return the rows of a result file by a short name of the decoding."""
+    rows: Rows = {}
+    for row in json.loads((provenance.RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]:
+        decoding = re.sub(r"^\w+-head \[\w+\](, )?", "", row["decoding"]) or "default"
+        decoding = decoding.replace(" (Medusa-style)", "") + (", V2 interpreted" if row.get("runner") == "V2" else "")
+        rows.setdefault(decoding, {})[row["temperature"], row["clients"]] = row
+    return rows
+
+
+def table(head: str, lines: list[list[str]], cells: list[tuple[float, int]] = CELLS) -> str:
+    """Return a Markdown table with one column per cell."""
+    header = [*head.split("|"), *(f"T={t:g}, c={c}" for t, c in cells)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (header, ["---"] * len(header), *lines)) + "\n"
+
+
+def show(row: dict[str, Any], *, has_range: bool = False, has_steps: bool = False) -> str:
+    """Return tok/s (speed-up, tokens/step) of a row."""
+    rate = f"{row['tokens_per_second']:.0f}"
+    if row["speedup"] is None:
+        return rate
+    shown = f"{row['speedup']:.2f}x"
+    shown += " [{:.2f}, {:.2f}]".format(*row["speedup_spread"]) if has_range else ""
+    return f"{rate} ({shown}, {row['tokens_per_step']:.2f})" if has_steps else f"{rate} ({shown})"
+
+
+def headline() -> str:
+    """Return README's table."""
+    rows, cells = read("serve-demo-cpu"), [(t, c) for c in (1, 16) for t in (1.0, 0.0)]
+    shown = {"head `cp`": "cp", "head `btree` (default)": "btree", "ngram (vLLM's own)": "ngram"}
+    lines = [[name, *(f"{rows[key][cell]['speedup']:.2f}x" for cell in cells)] for name, key in shown.items()]
+    plain = ["plain vLLM, tok/s", *(show(rows["plain"][cell]) for cell in cells)]
+    return table("demo target (3.7M parameters, bytes)", [plain, *lines], cells)
+
+
+def demo() -> str:
+    """Return the table of the demo target."""
+    return table("", [[name, *(show(row[cell]) for cell in CELLS)] for name, row in read("serve-demo-cpu").items()])
+
+
+def subword() -> str:
+    """Return the table of the Llama with 4,096 ids."""
+    found = {name: row for name, row in read("serve-subword-cpu").items() if "every" not in name}
+    return table("", [[name, *(show(row[cell], has_steps=True) for cell in CELLS)] for name, row in found.items()])
+
+
+def others() -> str:
+    """Return the table of the other targets and what it shows."""
+    lines = []
+    for target in TARGETS:
+        for name, row in read(f"other-{target}-cpu").items():
+            shown = [show(row[cell], has_range=name == "default", has_steps=True) for cell in CELLS]
+            lines.append([target, name, *shown])
+    return table("target|decoding", lines) + "\n" + "\n".join(findings()) + "\n"
+
+
+def span() -> str:
+    """Return the range of default serving on the other targets."""
+    found = [row["speedup"] for target in TARGETS for row in read(f"other-{target}-cpu")["default"].values()]
+    return f"{min(found):.2f}x to {max(found):.2f}x"
+
+
+def findings() -> list[str]:
+    """Return sentences on default serving, over all cells of the other targets."""
+    plain, fixed, never, same, asked = [], [], [], 0, 0
+    for target in TARGETS:
+        rows = read(f"other-{target}-cpu")
+        for cell in CELLS:
+            default = rows["default"][cell]
+            plain.append(default["speedups"])
+            same, asked = (
+                (same + default["identical"][0], asked + default["identical"][1]) if not cell[0] else (same, asked)
+            )
+            numbers = [rows[name][cell] for name in rows if name.startswith(("K=", "every"))]
+            best = max(numbers, key=lambda row: row["tokens_per_second"])
+            fixed.append([a / b for a, b in zip(default["speedups"], best["speedups"], strict=True)])
+            if "K=0" in rows:
+                cpu = zip(rows["plain"][cell]["cpu_seconds"], rows["K=0"][cell]["cpu_seconds"], strict=True)
+                never.append([a / b for a, b in cpu])
+    return [
+        f"* Default serving against plain vLLM: {count(plain)}",
+        f"* Against the best of the fixed numbers of drafts, chosen per cell from the same rounds: {count(fixed)}",
+        f"* CPU seconds of plain vLLM over those of a head that never drafts (K=0): {count(never, UNDRAFTED_GOAL)}",
+        f"* {same} of {asked} greedy outputs of default serving equal plain vLLM's.",
+    ]
+
+
+def count(cells: list[list[float]], goal: float = GOAL) -> str:
+    """Return how many cells reach the goal, from the ratios of their rounds."""
+    medians = [median(ratios) for ratios in cells]
+    reached = sum(value >= goal for value in medians)
+    below = sum(max(ratios) < goal for ratios in cells)
+    return (
+        f"{min(medians):.2f}x to {max(medians):.2f}x; {reached} of {len(cells)} cells reach {goal}x by the median, and "
+        f"{below} are below it in every round."
+    )
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "headline": headline,
+    "span": span,
+    "demo": demo,
+    "others": others,
+    "subword": subword,
+}
+FILES = ("README.md", "docs/performance.md")
+
+
+def fill(text: str) -> str:
+    """Return a document with all its blocks made again."""
+    return BLOCK.sub(lambda found: found[1] + BLOCKS[found[2]]() + found[3], text)
+
+
+def main() -> None:
+    """Write the documents."""
+    for name in FILES:
+        file = provenance.ROOT / name
+        file.write_text(fill(file.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
