@@ -1,4 +1,4 @@
-"""Write the tables of served speed into README.md and docs/performance.md from the files of `bench serve`.
+"""Write the tables of served speed into README.md and docs from the files of `bench serve`.
 
     python -m benchmarks.serve_tables
 
@@ -89,6 +89,15 @@ def span() -> str:
     return f"{min(found):.2f}x to {max(found):.2f}x"
 
 
+def simulation() -> str:
+    """Return the least relative speeds of the simulated plan."""
+    least = json.loads((provenance.RESULTS / "plan-simulation.json").read_text(encoding="utf-8"))["least"]
+    return (
+        f"{least['steady']:.3f} of the tokens/s of an oracle in steady load, {least['drifting']:.3f} in drifting load, "
+        f"and {least['of no drafts']:.3f} of those without drafts"
+    )
+
+
 def findings() -> list[str]:
     """Return sentences on default serving, over all cells of the other targets."""
     plain: list[list[float]] = []
@@ -134,8 +143,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "demo": demo,
     "others": others,
     "subword": subword,
+    "simulation": simulation,
 }
-FILES = ("README.md", "docs/performance.md")
+FILES = ("README.md", "docs/performance.md", "docs/serving.md")
 
 
 def fill(text: str) -> str:
