@@ -70,6 +70,16 @@ def test_drafts_end_with_their_grammar() -> None:
     assert (ended.read, ending.read, going.read) == ([9], [], [])
 
 
+def test_mask_forbids_tokens_without_bits_and_leaves_other_rows() -> None:
+    grammar, log_q = Counting(), torch.randn(2, 100).log_softmax(dim=-1)  # a grammar has bits for 64 tokens
+    grammar.accept_tokens("r", [0, 1, 2])
+    step, picked = Masks(torch.zeros(4, 2, dtype=torch.int32), {1: Follower(grammar)}), []
+    step.around(lambda masked, k: picked.append(masked) or masked.argmax(dim=-1))(log_q, 0)
+    assert torch.equal(picked[0][0], log_q[0])
+    assert picked[0][1].isfinite().nonzero()[:, 0].tolist() == list(range(3, VOCAB))
+    assert picked[0][1].exp().sum().item() == pytest.approx(1)
+
+
 def compiling(made: Grammars, compiled: Any = Counting) -> list[Any]:
     """Let these grammars compile to what `compiled` returns, at once; the list of the compilations."""
     made.bitmask = torch.zeros(8, 2, dtype=torch.int32)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -109,15 +109,21 @@ def _read_head(folder: Path, config: HeadConfig) -> tuple[dict[str, Tensor], Ada
     file = require_weights(folder, WEIGHTS_FILE)
     with torch.device("meta"):
         expected = shapes_of(build_head(config).state_dict())
-    tensors = read_tensors(file)
-    check_shapes(file, shapes_of(tensors), expected, f"{CONFIG_FILE}: circuit, window, num_components, vocab_size, ...")
+    source = f"{CONFIG_FILE}: circuit, window, num_components, vocab_size, ..."
+    tensors = read_tensors(file, lambda shapes: check_shapes(file, shapes, expected, source))
     return tensors, read_adapters(folder, config) if config.lora_layers else None
 
 
-def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, memory-mapped; raises CheckpointError unless all are finite floats."""
+def read_tensors(file: Path, check: Callable[[Shapes], None]) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, memory-mapped; `check` gets the header's shapes before any is read.
+
+    Raises:
+        CheckpointError: By `check`, or unless all are finite floats.
+    """
     with open_tensors(file) as handle:
-        return {name: check_values(file, name, handle.get_tensor(name)) for name in sorted(handle.keys())}
+        names = sorted(handle.keys())
+        check({name: tuple(handle.get_slice(name).get_shape()) for name in names})
+        return {name: check_values(file, name, handle.get_tensor(name)) for name in names}
 
 
 def check_values(file: Path, name: str, tensor: Tensor) -> Tensor:
@@ -177,8 +183,7 @@ def read_adapters(folder: Path, config: AnyHeadConfig) -> Adapters:
     if given != (None if count is None else layers):
         allowed = "null, every layer" if count is None else f"{layers}, the last {count} layers of the target"
         raise CheckpointError(f"{settings}: layers_to_transform = {given}; allowed: {allowed}; save the head again")
-    tensors = read_tensors(file)
-    check_adapter_shapes(file, shapes_of(tensors), layers, peft.r, config.hidden_size)
+    tensors = read_tensors(file, lambda shapes: check_adapter_shapes(file, shapes, layers, peft.r, config.hidden_size))
     with open_tensors(folder / weights) as handle:
         digest = (handle.metadata() or {}).get(ADAPTER_DIGEST)
     if adapter_digest({name: (folder / name).read_bytes() for name in ADAPTER_FILES}) != digest:

@@ -68,7 +68,7 @@ def save_ptp(
     lora, u_embed = to_save(folder, lora, dtype), to_save(folder, _u_tensors(embedding, late), dtype)
     file, shapes = folder / ADAPTER_WEIGHTS_FILE, shapes_of(lora)
     load.check_adapter_shapes(file, shapes, range(config.num_layers), config.lora_rank, config.hidden_size)
-    _check_embedding(folder / U_EMBED_FILE, u_embed, config)
+    _check_embedding(folder / U_EMBED_FILE, shapes_of(u_embed), config)
     adapters = Adapters(None, config.lora_rank, config.lora_alpha, load.module_names(lora), lora)
     identity = config.model_dump(include=IDENTITY)
     write_folder(folder, U_EMBED_FILE, u_embed, adapters, config, provenance, card, **identity)
@@ -118,16 +118,14 @@ def _read(folder: Path, config: PtpConfig) -> tuple[Adapters, dict[str, Tensor]]
         if metadata.get(key) != value:
             has = f"was trained with {key} {metadata.get(key)!r}, but config.json has {value!r}"
             raise CheckpointError(f"{file}: {has}; correct config.json or copy the head again")
-    u_embed = load.read_tensors(file)
-    _check_embedding(file, u_embed, config)
-    return adapters, u_embed
+    return adapters, load.read_tensors(file, lambda shapes: _check_embedding(file, shapes, config))
 
 
-def _check_embedding(file: Path, u_embed: Mapping[str, Tensor], config: PtpConfig) -> None:
+def _check_embedding(file: Path, shapes: load.Shapes, config: PtpConfig) -> None:
     with torch.device("meta"):
         expected = shapes_of(_u_tensors(*_build(config)))
     source = "u_embedding, u_features, u_hidden, late_width, hidden_size"
-    load.check_shapes(file, shapes_of(u_embed), expected, source)
+    load.check_shapes(file, shapes, expected, source)
 
 
 def _build(config: PtpConfig) -> tuple[AuxEmbedding, LateNetwork | None]:
