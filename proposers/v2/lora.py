@@ -1,11 +1,12 @@
 """Copies of the target's modules with LoRA on selected rows, on top of vLLM's own linear layers, sharded as they are.
 
     y = W x                                  every row, by the target's own layer, quantised or not
-    y[aux] += alpha / r * B A x[aux]         PTP's auxiliary rows, gathered and added in place; draft layers: every row
+    y[aux] += alpha / r * B A x[aux]         PTP's auxiliary rows, added in place; draft layers: every row
 
-Rows of real tokens stay bit for bit those of the target. Layers that vLLM merges (q, k, v; gate, up) keep one A and one
-B per part. Under tensor parallelism B is sharded as a split output is; for a split input A is sharded as the input is,
-and the r products are summed over ranks before B.
+Rows of real tokens stay bit for bit those of the target. The auxiliary rows are a view of x (`Gate`), so a layer takes
+two products more. For layers that vLLM merges (q, k, v; gate, up) the parts' A are stacked and B is block-diagonal.
+Under tensor parallelism B is sharded as a split output is; for a split input A is sharded as the input is, and the r
+products are summed over ranks before B.
 
 Where vLLM compiles a target, its CustomOps (norms, activations, rotary positions) run their PyTorch definitions, which
 inductor fuses. Copies run eagerly, so they run the device's kernels.
@@ -18,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.custom_op import CustomOp
@@ -32,9 +32,23 @@ Copy = Callable[[str, nn.Module, Replace], nn.Module | None]
 
 
 class Gate:
-    """The rows of a pass that are adapted: [A], int64, unique; None: all rows, as in draft layers."""
+    """The rows of a pass that are adapted: all (draft layers), or those that `choose` names."""
 
-    rows: Tensor | None = None
+    start: int = 0
+    groups: int = 1
+    width: int | None = None  # None: every row of the pass
+    lead: int = 0
+
+    def choose(self, start: int, groups: int, width: int, lead: int = 0) -> None:
+        """Adapt, from row `start`, `groups` times `width` rows without the first `lead` of each group."""
+        self.start, self.groups, self.width, self.lead = start, groups, width, lead
+
+    def view(self, rows: Tensor) -> Tensor:
+        """Return the adapted rows [groups, width - lead, D] of [T, D], without a copy."""
+        if self.width is None:
+            return rows[None]
+        stop = self.start + self.groups * self.width
+        return rows[self.start : stop].view(self.groups, self.width, -1)[:, self.lead :]
 
 
 class GatedLinear(nn.Module):
@@ -48,24 +62,16 @@ class GatedLinear(nn.Module):
         self.is_split_input = isinstance(base, RowParallelLinear) and base.tp_size > 1
         # buffers: vLLM keeps them over a sleep of level 2
         self.register_buffer("down", torch.cat([down for down, _ in parts]), persistent=False)  # [parts * r, in]
-        self.up = [up * scale for _, up in parts]  # each [out part, r]
-        for index, up in enumerate(self.up):
-            self.register_buffer(f"up{index}", up, persistent=False)
-        self.rank = parts[0][0].shape[0]
+        self.register_buffer("up", torch.block_diag(*(up * scale for _, up in parts)), persistent=False)
 
     def forward(self, x: Tensor) -> Any:
         result = self.base(x)
         out = result[0] if isinstance(result, tuple) else result
-        rows = self.gate.rows
-        low = F.linear(x if rows is None else x.index_select(0, rows), self.down)  # [A, parts * r]
+        rows = self.gate.view(x)  # [G, A, in]
+        low = torch.bmm(rows, self.down.T.expand(len(rows), -1, -1))  # [G, A, parts * r]
         if self.is_split_input:
             low = tensor_model_parallel_all_reduce(low)
-        parts = zip(low.split(self.rank, dim=1), self.up, strict=True)
-        delta = torch.cat([F.linear(part, up) for part, up in parts], dim=1)
-        if rows is None:
-            out.add_(delta)
-        else:
-            out.index_add_(0, rows, delta)
+        self.gate.view(out).baddbmm_(low, self.up.T.expand(len(rows), -1, -1))
         return result
 
 

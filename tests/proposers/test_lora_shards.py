@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor import parameter
 from vllm.model_executor.layers import linear
@@ -63,13 +64,11 @@ def test_ranks_with_a_split_output_hold_the_whole_adapter(
     x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(1))
     whole = {part: x @ down.T @ up.T for part, (down, up) in stored(name).items()}
     for rank, layer in enumerate(shards(name, size, monkeypatch)):
-        lows = (x @ layer.down.T).split(RANK, dim=1)
-        for (part, expected), low, up in zip(whole.items(), lows, layer.up, strict=True):
-            width = up.shape[0]
-            copies = size * width // expected.shape[1]  # ranks that hold the same rows
-            assert copies == (2 if size == 4 and part in ("k_proj", "v_proj") else 1)
-            start = rank // copies * width
-            torch.testing.assert_close(low @ up.T, expected[:, start : start + width])
+        own = []
+        for part, expected in whole.items():
+            copies = 2 if size == 4 and part in ("k_proj", "v_proj") else 1  # ranks that hold the same rows
+            own.append(expected.chunk(size // copies, dim=1)[rank // copies])
+        torch.testing.assert_close(x @ layer.down.T @ layer.up.T, torch.cat(own, dim=1))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -80,4 +79,37 @@ def test_ranks_with_a_split_input_sum_to_the_adapter(size: int, monkeypatch: pyt
     low = sum(part @ layer.down.T for part, layer in zip(x.chunk(size, dim=1), layers, strict=True))
     (down, up) = stored("down_proj")["down_proj"]
     for layer in layers:
-        torch.testing.assert_close(low @ layer.up[0].T, x @ down.T @ up.T)
+        torch.testing.assert_close(low @ layer.up.T, x @ down.T @ up.T)
+
+
+class Operations(TorchDispatchMode):
+    """The operations that launch a kernel: all but views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("start, groups, width, lead", [(0, 3, 4, 1), (5, 1, 7, 0), (2, 2, 5, 2)])
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_adapted_rows_take_two_products_and_others_stay(
+    name: str, start: int, groups: int, width: int, lead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (layer,) = shards(name, 1, monkeypatch)
+    weight = torch.randn(layer.base.weight.shape, generator=torch.Generator().manual_seed(2))
+    monkeypatch.setattr(layer.base, "forward", lambda x: x @ weight.T)
+    x = torch.randn(12, weight.shape[1], generator=torch.Generator().manual_seed(1))
+    every = x @ weight.T + torch.cat([x @ down.T @ up.T for down, up in stored(name).values()], dim=1)
+    layer.gate.choose(start, groups, width, lead)
+    with Operations() as counted:
+        out = layer(x)
+    is_adapted = [0 <= row - start < groups * width and (row - start) % width >= lead for row in range(len(x))]
+    adapted = torch.tensor(is_adapted)
+    torch.testing.assert_close(out[adapted], every[adapted])
+    assert torch.equal(out[~adapted], (x @ weight.T)[~adapted])
+    assert counted.names == ["aten::mm", "aten::bmm", "aten::baddbmm_"]

@@ -109,7 +109,7 @@ class MergedSpeculator(PtpSpeculator):
         self.embeds[num_real:total] = self._embed_u(keys, slots).flatten(0, 1)
         self.row_positions[:num_real] = positions[:num_real]
         self.row_positions[num_real:total] = (keys if self.lead else at).flatten().clamp(max=self.max_model_len - 1)
-        self.gate.rows = self.row_index[num_real:total]
+        self.gate.choose(num_real, 1, total - num_real)
 
         groups = len(layout.sizes_cpu)  # of a request
         num_groups = num_reqs * groups

@@ -68,8 +68,7 @@ class PtpSpeculator(HeadSpeculator):
         self.group_index = torch.arange(groups, device=device)
         self.draft_index = torch.arange(self.num_speculative_steps, device=device)
         self.copied = torch.zeros(groups, dtype=torch.int64, device=device)  # the block that each group starts in
-        # by number of auxiliary rows: starts of the requests and indices of those rows, where graphs read them
-        self.pass_rows: dict[int, tuple[Tensor, Tensor]] = {}
+        self.pass_starts: dict[int, Tensor] = {}  # starts of the requests by their rows, where graphs read them
         self.graphs: DraftGraphs  # set by `init_cudagraph_manager`
         self.sampler: Any = None  # vLLM's, set before the first step
         self.merged_output: Any = None  # of a merged pass
@@ -218,12 +217,10 @@ class PtpSpeculator(HeadSpeculator):
         upper: [R], on the host, bounds on the tokens that each request attends to.
         """
         num_reqs, width = len(upper), 1 + num_aux
-        if num_aux not in self.pass_rows:
-            starts = torch.arange(len(self.copied) + 1, device=self.device) * width
-            aux_rows = (starts[:-1, None] + torch.arange(1, width, device=self.device)).flatten()
-            self.pass_rows[num_aux] = starts.int(), aux_rows
-        starts, aux_rows = self.pass_rows[num_aux]
-        self.gate.rows = aux_rows[: num_reqs * num_aux]
+        if width not in self.pass_starts:
+            self.pass_starts[width] = torch.arange(len(self.copied) + 1, dtype=torch.int32, device=self.device) * width
+        starts = self.pass_starts[width]
+        self.gate.choose(0, num_reqs, width, lead=1)
         writes = self.writes
         writes.num_real, writes.source, writes.target = 0, self.copied[:num_reqs], self.group_blocks.own[:num_reqs, 0]
         self._build_metadata(
@@ -243,7 +240,8 @@ class PtpSpeculator(HeadSpeculator):
         return self._run_pass(num_rows, lambda positions: forward(positions=positions))
 
     def _warm_up(self) -> None:
-        self.metadata, self.writes.source, self.gate.rows = None, None, self.row_index[: self.plan.max_rows]
+        self.metadata, self.writes.source = None, None
+        self.gate.choose(0, 1, self.plan.max_rows)
         hidden = self._run_model(len(self.embeds))
         drafted = max((bucket.max_batch for bucket in self.plan.buckets), default=0) * self.num_speculative_steps
         logits = self.target.compute_logits(hidden.new_zeros(drafted, hidden.shape[1]))
