@@ -103,7 +103,7 @@ class ServedBackbone(nn.Module):
 class BackboneSpeculator(MtpcSpeculator):
     """The drafts of a head with a backbone."""
 
-    attends = True
+    attends, copies_states = True, False
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -177,7 +177,7 @@ class BackboneSpeculator(MtpcSpeculator):
     def _finish_step(self) -> None:
         self._write_context(0, self.unwritten)
 
-    def _prepare_inputs(self, input_batch: InputBatch, last_hidden_states: Tensor, graph: Any) -> None:
+    def _prepare_inputs(self, input_batch: InputBatch, graph: Any) -> None:
         num_reqs = input_batch.num_reqs
         upper = (input_batch.seq_lens_cpu_upper_bound[:num_reqs] + self.num_queries).clamp(max=self.max_model_len)
         if graph is not None:

@@ -5,25 +5,44 @@ from __future__ import annotations
 from vllm.triton_utils import tl, triton
 
 
-@triton.jit
-def gather_last_rows(
+@triton.jit(do_not_specialize=["num_reqs", "num_real"])
+def gather_inputs(
     ends_ptr, rejected_ptr, sampled_ptr, slot_ptr,
     last_sampled_ptr, last_sampled_stride, next_prefill_ptr, next_prefill_stride,
-    positions_ptr, row_ptr, first_ptr, pos_ptr,
+    positions_ptr, stream_ptr, temperature_ptr, seed_ptr, state_ptr, state_stride,
+    to_row_ptr, to_first_ptr, to_pos_ptr, to_slot_ptr, to_temperature_ptr, to_seed_ptr, to_state_ptr,
+    num_reqs, num_real, width,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store row, first token and its position, each [R], int64 (`HeadSpeculator`), of the R requests of a batch.
+    """Fill the buffers of `HeadSpeculator` for R = num_reqs requests; one program for each of [max_num_reqs].
 
     ends, rejected, sampled, slot: [R], end of a request's rows, rejected drafts, tokens, slot in vLLM's states.
     last_sampled, next_prefill: the target's token by slot, and that of an unfinished prompt; positions: of the rows.
+    stream, temperature, seed: [max_num_reqs], by slot; stream is added to positions.
+    state: [T, width], of the rows; copied in blocks where BLOCK > 0.
+    num_real: R, or 0 in a dummy run; slots of requests from there on are -1.
     """
     request = tl.program_id(0)
-    row = (tl.load(ends_ptr + request) - tl.load(rejected_ptr + request) - 1).to(tl.int64)
-    slot = tl.load(slot_ptr + request).to(tl.int64)
+    is_request = request < num_reqs
+    slot = tl.load(slot_ptr + request, mask=is_request, other=0).to(tl.int64)
+    tl.store(to_slot_ptr + request, tl.where(request < num_real, slot, -1).to(tl.int32))
+    tl.store(to_temperature_ptr + request, tl.load(temperature_ptr + request))
+    tl.store(to_seed_ptr + request, tl.load(seed_ptr + request))
+    end = tl.load(ends_ptr + request, mask=is_request, other=1)
+    row = (end - tl.load(rejected_ptr + request, mask=is_request, other=0) - 1).to(tl.int64)
     chosen = tl.load(last_sampled_ptr + slot * last_sampled_stride).to(tl.int64)
     given = tl.load(next_prefill_ptr + slot * next_prefill_stride).to(tl.int64)
-    tl.store(row_ptr + request, row)
-    tl.store(first_ptr + request, tl.where(tl.load(sampled_ptr + request) > 0, chosen, given))
-    tl.store(pos_ptr + request, tl.load(positions_ptr + row).to(tl.int64) + 1)
+    has_token = tl.load(sampled_ptr + request, mask=is_request, other=0) > 0
+    position = tl.load(positions_ptr + row).to(tl.int64) + 1 + tl.load(stream_ptr + slot).to(tl.int64)
+    tl.store(to_row_ptr + request, row, mask=is_request)
+    tl.store(to_first_ptr + request, tl.where(has_token, chosen, given), mask=is_request)
+    tl.store(to_pos_ptr + request, position, mask=is_request)
+    if BLOCK > 0:
+        for start in range(0, width, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            is_column = is_request & (column < width)
+            state = tl.load(state_ptr + row * state_stride + column, mask=is_column)
+            tl.store(to_state_ptr + request.to(tl.int64) * width + column, state, mask=is_column)
 
 
 @triton.jit
@@ -35,7 +54,7 @@ def place_query_rows(
 ):  # fmt: skip
     """Place the queries of R requests after each request's last row; queries beyond `max_len` have no KV slot.
 
-    slot, row: [R], slot in vLLM's states, -1: padding, which is not read; row of `gather_last_rows`.
+    slot, row: [R], slot in vLLM's states, -1: padding, which is not read; row of `gather_inputs`.
     read, table: positions of the target's rows; block tables [R, blocks].
     positions, slots, ends: filled; [R * queries], int64, of the queries; [R], int32, length of each text with them.
     """

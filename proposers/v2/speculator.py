@@ -48,7 +48,7 @@ from vllm_mtpc.proposers.config.versions import keys_noise_by_draft
 from vllm_mtpc.proposers.heads.grammar_masks import Masks, StructuredRequests
 from vllm_mtpc.proposers.heads.load import kept, load_served_head, log_drafts, weights_dtype
 from vllm_mtpc.proposers.heads.swap import copy_tensors
-from vllm_mtpc.proposers.v2.gather import gather_last_rows
+from vllm_mtpc.proposers.v2.gather import gather_inputs
 from vllm_mtpc.proposers.v2.verification import DRAFTING, Verifier, needs_fresh_noise, step_seeds, with_verifier
 
 
@@ -139,19 +139,22 @@ class HeadSpeculator(DraftModelSpeculator):
 
     Attributes:
         last_rows, first_tokens, first_pos: [max_num_reqs], int64: the row of each request's last accepted token in the
-            batch, the token x_1 after it, and the position of x_1.
+            batch, the token x_1 after it, and the position of x_1 in its stream of noise.
+        hidden_states: what drafts are made from; [max_num_reqs, D] of `last_rows` where `copies_states`.
         row_positions, row_slots: of own rows, [rows] and [KV cache groups, rows], int64.
         metadata: attention metadata of the rows' pass; None before there are KV caches.
     """
 
+    copies_states: ClassVar[bool] = False
     row_positions: Tensor
     row_slots: Tensor
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
-        self.last_rows, self.first_tokens, self.first_pos = torch.zeros(
-            3, self.max_num_reqs, dtype=torch.int64, device=device
+        self.last_rows, self.first_tokens, self.first_pos, self.no_stream = torch.zeros(
+            4, self.max_num_reqs, dtype=torch.int64, device=device
         )
+        self.hidden_states = torch.zeros(0, dtype=self.dtype, device=device)
         ranges = self.speculative_config.num_speculative_tokens_per_batch_size
         self.drafts_by_batch = expand_schedule(ranges, self.max_num_reqs, self.num_speculative_steps)
         self.graphs: DraftGraphs | None = None
@@ -207,8 +210,7 @@ class HeadSpeculator(DraftModelSpeculator):
         if is_profile:  # vLLM measures the memory that is left for the KV cache
             self._warm_up()
         elif num_drafts > 0:
-            self._copy_request_inputs(num_reqs, input_batch.idx_mapping[:num_reqs], temperature, seeds, dummy_run)
-            gather_last_rows[(num_reqs,)](
+            gather_inputs[(self.max_num_reqs,)](
                 ends_ptr=input_batch.query_start_loc[1:],
                 rejected_ptr=num_rejected,
                 sampled_ptr=num_sampled,
@@ -218,9 +220,22 @@ class HeadSpeculator(DraftModelSpeculator):
                 next_prefill_ptr=next_prefill_tokens,
                 next_prefill_stride=next_prefill_tokens.stride(1),
                 positions_ptr=input_batch.positions,
-                row_ptr=self.last_rows,
-                first_ptr=self.first_tokens,
-                pos_ptr=self.first_pos,
+                stream_ptr=self._stream(),
+                temperature_ptr=temperature,
+                seed_ptr=seeds,
+                state_ptr=states,
+                state_stride=states.stride(0),
+                to_row_ptr=self.last_rows,
+                to_first_ptr=self.first_tokens,
+                to_pos_ptr=self.first_pos,
+                to_slot_ptr=self.idx_mapping,
+                to_temperature_ptr=self.temperature,
+                to_seed_ptr=self.seeds,
+                to_state_ptr=self.hidden_states,
+                num_reqs=num_reqs,
+                num_real=0 if dummy_run else num_reqs,
+                width=states.shape[1],
+                BLOCK=1024 if self.copies_states else 0,
             )
             self._draft_step(input_batch, states, num_sampled, num_drafts, dummy_run)
         if attn_metadata is not None:
@@ -238,6 +253,10 @@ class HeadSpeculator(DraftModelSpeculator):
     def _read_states(self, done: TargetPass) -> Tensor:
         """Return the states [T, D] that drafts are made from; called in steps without drafts too."""
         return done.states
+
+    def _stream(self) -> Tensor:
+        """Return what is added to a request's position, [max_num_reqs], by slot, int64."""
+        return self.no_stream
 
     def _warm_up(self) -> None:
         """Run the largest draft, whose memory vLLM measures."""
@@ -283,6 +302,7 @@ class HeadSpeculator(DraftModelSpeculator):
 class MtpcSpeculator(HeadSpeculator):
     """The drafts of a circuit head."""
 
+    copies_states = True
     attends: ClassVar[bool] = False  # whether the draft's graph has attention, which some backends do not capture
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
@@ -296,6 +316,7 @@ class MtpcSpeculator(HeadSpeculator):
         if self.speculative_config.verify == "coupled":  # no draft is scored
             self.draft_logits: Tensor | None = None
         self.states: Any = None  # CoupledStates; None: no request is coupled
+        self.drafting = torch.full_like(self.no_stream, DRAFTING)
         self.step_cols = torch.arange(self.num_speculative_steps, dtype=torch.int32, device=device)
         self.structured: StructuredRequests | None = None  # None: drafts are not masked with grammars
 
@@ -366,9 +387,10 @@ class MtpcSpeculator(HeadSpeculator):
         self, input_batch: InputBatch, states: Tensor, num_sampled: Tensor, num_drafts: int, dummy_run: bool
     ) -> None:
         num_reqs = input_batch.num_reqs
-        self._select_noise(input_batch.idx_mapping[:num_reqs])
+        if self.needs_step_seeds:
+            self._renew_seeds(input_batch.idx_mapping[:num_reqs])
         graph = None if self.graphs is None else self.graphs.find(num_reqs, num_drafts)
-        self._prepare_inputs(input_batch, states, graph)
+        self._prepare_inputs(input_batch, graph)
         if self.graphs is None or graph is None:
             self._generate_draft(num_reqs, num_drafts)
         else:
@@ -376,19 +398,17 @@ class MtpcSpeculator(HeadSpeculator):
         if self.structured is not None and (rows := self.structured.rows(input_batch)):
             self._generate_masked_draft(input_batch, rows, num_sampled, num_drafts)
 
-    def _select_noise(self, slots: Tensor) -> None:
-        """Move positions, and seeds where needed, of the requests in slots [R] to the noise of their verification."""
-        num_reqs = len(slots)
-        stream = DRAFTING if self.states is None else self.states.stream.gpu[slots]
-        if self.needs_step_seeds:
-            own = self.seeds[slots]
-            self.seeds[slots] = torch.where(stream == 0, own, step_seeds(own, self.noise_pos[:num_reqs]))
-        self.noise_pos[:num_reqs] += stream
+    def _stream(self) -> Tensor:
+        return self.drafting if self.states is None else self.states.stream.gpu
 
-    def _prepare_inputs(self, input_batch: InputBatch, last_hidden_states: Tensor, graph: Any) -> None:
-        """Fill the buffers that `_generate_draft` reads; `graph`: the CUDA graph that runs it, or None."""
-        num_reqs = input_batch.num_reqs
-        torch.index_select(last_hidden_states, 0, self.last_rows[:num_reqs], out=self.hidden_states[:num_reqs])
+    def _renew_seeds(self, slots: Tensor) -> None:
+        """Give requests in slots [R] that are not coupled the seeds of this step's noise."""
+        stream, own = self._stream()[slots], self.seeds[slots]
+        fresh = step_seeds(own, self.noise_pos[: len(slots)] - stream)
+        self.seeds[slots] = torch.where(stream == 0, own, fresh)
+
+    def _prepare_inputs(self, input_batch: InputBatch, graph: Any) -> None:
+        """Fill other buffers that `_generate_draft` reads; `graph`: the CUDA graph that runs it, or None."""
 
     def _generate_draft(self, num_reqs: int, num_drafts: int) -> None:
         """Fill drafts [R, K], log q [slots, K, V] and confidences [R, K] from the buffers of inputs."""

@@ -28,7 +28,7 @@ VLLMS = {
     "structured_outputs": "apply_grammar_bitmask",
 }
 SERVED = {f"vllm.v1.worker.gpu.{module}._{name}_kernel" for module, names in VLLMS.items() for name in names.split()}
-SERVED |= {"vllm_mtpc.kernels.draft.launches.draft_rows", "vllm_mtpc.proposers.v2.gather.gather_last_rows"}
+SERVED |= {"vllm_mtpc.kernels.draft.launches.draft_rows", "vllm_mtpc.proposers.v2.gather.gather_inputs"}
 KERNELS = "tests.support.own_kernels"
 FALLS_BACK = {f"{KERNELS}.sorts"}
 

@@ -200,8 +200,12 @@ def gathered() -> None:
     counts, slots, last, given = (empty(*shape, dtype=INT) for shape in ((3,), (3,), (64, 1), (1, 64)))
     ends, long, table = empty(65, dtype=INT), empty(64, dtype=LONG), empty(64, 128, dtype=INT)
     gather = _read(ROOT / "proposers" / "v2" / "gather.py")
-    last, starts = last.long(), (empty(64, dtype=LONG) for _ in range(3))
-    gather.gather_last_rows[(3,)](ends[1:], counts, counts, slots, last, 1, given, 1, long, *starts)
+    read = long, long, empty(64, dtype=WHOLE), long, empty(64, 4096, dtype=HALF), 4096
+    filled = long, long, long, slots, empty(64, dtype=WHOLE), long, empty(64, 4096, dtype=HALF)
+    for block in (0, 1024):
+        gather.gather_inputs[(64,)](
+            ends[1:], counts, counts, slots, last.long(), 1, given, 1, *read, *filled, 3, 3, 4096, BLOCK=block
+        )
     gather.place_query_rows[(3,)](long[:3], long, long, table, 128, long, long, ends, 16, 8192, 8, PAD=-1, BLOCK=8)
 
 

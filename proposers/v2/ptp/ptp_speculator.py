@@ -144,9 +144,6 @@ class PtpSpeculator(HeadSpeculator):
 
         return run
 
-    def _copy_request_inputs(self, *args: Any) -> None:
-        """Do nothing: temperatures and seeds are read from vLLM's sampler, as verification does."""
-
     def _draft_step(
         self, input_batch: InputBatch, states: Tensor, num_sampled: Tensor, num_drafts: int, dummy_run: bool
     ) -> None:
