@@ -151,7 +151,7 @@ class HeadSpeculator(DraftModelSpeculator):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
-        self.last_rows, self.first_tokens, self.first_pos, self.no_stream = torch.zeros(
+        self.last_rows, self.first_tokens, self.first_pos, self.stream = torch.zeros(
             4, self.max_num_reqs, dtype=torch.int64, device=device
         )
         self.hidden_states = torch.zeros(0, dtype=self.dtype, device=device)
@@ -256,7 +256,7 @@ class HeadSpeculator(DraftModelSpeculator):
 
     def _stream(self) -> Tensor:
         """Return what is added to a request's position, [max_num_reqs], by slot, int64."""
-        return self.no_stream
+        return self.stream
 
     def _warm_up(self) -> None:
         """Run the largest draft, whose memory vLLM measures."""
@@ -316,7 +316,7 @@ class MtpcSpeculator(HeadSpeculator):
         if self.speculative_config.verify == "coupled":  # no draft is scored
             self.draft_logits: Tensor | None = None
         self.states: Any = None  # CoupledStates; None: no request is coupled
-        self.drafting = torch.full_like(self.no_stream, DRAFTING)
+        self.stream.fill_(DRAFTING)
         self.step_cols = torch.arange(self.num_speculative_steps, dtype=torch.int32, device=device)
         self.structured: StructuredRequests | None = None  # None: drafts are not masked with grammars
 
@@ -399,7 +399,7 @@ class MtpcSpeculator(HeadSpeculator):
             self._generate_masked_draft(input_batch, rows, num_sampled, num_drafts)
 
     def _stream(self) -> Tensor:
-        return self.drafting if self.states is None else self.states.stream.gpu
+        return self.stream if self.states is None else self.states.stream.gpu
 
     def _renew_seeds(self, slots: Tensor) -> None:
         """Give requests in slots [R] that are not coupled the seeds of this step's noise."""

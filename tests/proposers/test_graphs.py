@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.support import forks
-from tests.support.speculators import Recorder, Setting, Target, drafted, made_heads, speculator
+from tests.support.speculators import Recorder, Setting, Target, batch, drafted, made_heads, speculator
 
 SCHEDULE = [(1, 3, 4), (4, 5, 2), (6, 6, 1), (7, 8, 0)]
 SIZES = (1, 2, 4, 8)
@@ -76,6 +76,9 @@ def captured(setting: Setting, modes: list[str]) -> dict[str, Any]:
             found["drafts"].append(((num_reqs, drafts), got, wanted))
             sizes = [(desc.num_reqs, desc.num_speculative_tokens) for desc in recorder.replayed]
             found["replayed"] += [((num_reqs, drafts), size) for size in sizes]
+        made.draft_logits.fill_(7)
+        made.propose(**batch(made, 5), num_speculative_tokens=2, dummy_run=True)
+        found["untouched"].append(bool((made.draft_logits == 7).all()))
         names = [name for name, value in vars(made).items() if type(value).__mro__[1].__name__ == "CudaGraphManager"]
         found["dropped by profiling"] = names
     return found
@@ -129,7 +132,7 @@ def test_graphs_are_captured_for_scheduled_batches(found: dict[str, Any]) -> Non
     assert found["keys"]["NONE"] == [] and not found["needs"]["NONE"]
     assert found["planned"] == [(8, 1), (4, 4), (4, 1), (2, 4), (2, 1), (1, 4), (1, 1)]
     assert found["dropped by profiling"] == ["graphs"]
-    assert all(found["untouched"]), "capturing writes no conditionals"
+    assert all(found["untouched"]), "capturing and dummy runs write no conditionals"
 
 
 def test_start_logs_runner_graphs_head_and_drafts_once(found: dict[str, Any]) -> None:
