@@ -12,16 +12,13 @@ from torch import Tensor
 
 from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.draft import TILE, is_small, launches
-from vllm_mtpc.kernels.filter import MAX_COMPONENTS
 from vllm_mtpc.kernels.filter.kernel import encode
 from vllm_mtpc.kernels.filter.program import Program
 from vllm_mtpc.kernels.low_rank import LowRank
 from vllm_mtpc.kernels.shard import Shard
 
 # Sizes are derived from registers (README.md), not measured.
-# One instance drafts for a request and may use all registers; ptxas would spill 16 bytes to run more instances at once.
-REGISTERS = {} if torch.version.hip else {"maxnreg": 255}
-BLOCKED_TILE = 4096  # for larger leaves: many instances share a leaf
+REGISTERS = {} if torch.version.hip else {"maxnreg": 128}  # of `draft_rows`: 2 instances of 8 warps at once, 4 of 4
 MIN_BLOCK = 64
 
 LEAF_STRIDES = ("leaf_stride", "k_stride", "z_stride")
@@ -43,7 +40,7 @@ class Batch:
     leaf: Arguments  # logits [B, K, r or 1, V] and their strides, in units, and the differences of components
     given: Arguments  # the same of x_1, [B, 1, r or 1, V]; empty: its evidence is known
     circuit: Arguments  # evidence [B, r], root [B, r], inner [B, F, r, r], the program and F
-    requests: Arguments  # slots [B], temperature [slots], seeds [slots], pos [B]
+    requests: Arguments  # slots [B], temperature [slots], seeds [slots], pos [B], allowed [B, K, words] or None
     outputs: Arguments  # tokens and confidences [B, K], with the stride of a row
     cache: Arguments  # conditionals [slots, K, V] or None, with the strides of a slot and of a draft
     first: Tensor | None  # [B] int64, x_1
@@ -56,7 +53,7 @@ class Drafter:
 
     Args:
         program: of the circuit (`filter/program.py`).
-        num_components: r, 1 to MAX_COMPONENTS.
+        num_components: r, at most 128.
         vocab_size: V.
         device: of all tensors.
         noised_argmax: jit function (logits, keys, mask, seed, pos, temp, IS_DRAFTING, USE_FP64) -> (value, index) of
@@ -65,9 +62,6 @@ class Drafter:
         one_launch: which path; None chooses by the size of a leaf.
         shard: of a divided vocabulary; leaves are then this rank's columns [B, K, r, shard.rows], while tokens and
             cache are those of the whole vocabulary.
-
-    Raises:
-        ValueError: the circuit has more components than the kernel takes.
     """
 
     def __init__(
@@ -81,8 +75,6 @@ class Drafter:
         one_launch: bool | None = None,
         shard: Shard | None = None,
     ) -> None:
-        if not 1 <= num_components <= MAX_COMPONENTS:
-            raise ValueError(f"num_components={num_components} is not in 1 to {MAX_COMPONENTS}; use naive.draft")
         self.program, depth = encode(program, device)
         size = triton.next_power_of_2(num_components)
         small = shard is None and is_small(num_components, vocab_size)
@@ -108,6 +100,7 @@ class Drafter:
         tokens: Tensor,
         confidences: Tensor,
         cache: Tensor | None = None,
+        allowed: Tensor | None = None,
         draw: bool = True,
     ) -> None:
         """Write K drafts of every request to `tokens`, with their confidences and conditionals.
@@ -130,6 +123,8 @@ class Drafter:
             confidences: [B, K] float32, written.
             cache: [slots, K or more, V] of any float dtype, or None. cache[slot, k] becomes log q_k before temperature,
                 rounded to the dtype of the cache: the values that the noise was added to.
+            allowed: [B, K, ceil(V / 32)] int32, a bit for every token, V that of the whole vocabulary; or None. Where
+                it is 0, log q_k is -inf; the others are not normalised again.
             draw: False drafts the argmax for every request.
         """
         if not tokens.numel():
@@ -151,7 +146,10 @@ class Drafter:
                 "evidence_ptr": None if evidence is None else evidence.contiguous(), "root_ptr": root.contiguous(),
                 "inner_ptr": inner.contiguous(), "program_ptr": self.program, "num_inner": inner.shape[1],
             },
-            requests={"slot_ptr": slots, "temperature_ptr": temperature, "seed_ptr": seeds, "pos_ptr": pos},
+            requests={
+                "slot_ptr": slots, "temperature_ptr": temperature, "seed_ptr": seeds, "pos_ptr": pos,
+                "allowed_ptr": allowed, "words": 0 if allowed is None else allowed.shape[2],
+            },
             outputs={
                 "token_ptr": tokens, "token_stride": tokens.stride(0),
                 "confidence_ptr": confidences, "confidence_stride": confidences.stride(0),
@@ -163,9 +161,10 @@ class Drafter:
 
     def _tile(self, rows: int) -> tuple[Arguments, int]:
         """Return the sizes of a tile of `rows` rows, and the number of blocks of a leaf."""
-        tile = TILE if self.one_launch else BLOCKED_TILE
-        block = min(triton.next_power_of_2(self.width), max(MIN_BLOCK, tile // rows))
-        warps = 8 if rows * block > BLOCKED_TILE else 4
+        block, warps = triton.next_power_of_2(self.width), 4
+        if rows * block > TILE:
+            block = min(block, max(MIN_BLOCK, TILE // (2 * rows if self.one_launch else rows)))
+            warps = 8 if self.one_launch or rows * block > TILE else 4
         return {"R": self.sizes["R"], "BLOCK": block, "num_warps": warps}, triton.cdiv(self.width, block)
 
     def _draft_rows(self, batch: Batch) -> None:
@@ -173,7 +172,7 @@ class Drafter:
         num_reqs, num_drafts, r, vocab_size = batch.shape
         tile, blocks = self._tile(self.sizes["R"])
         bigram = _bigram_arguments(batch.bigram)
-        chunk = min(triton.next_power_of_2(bigram["RANK"]), max(1, TILE // 2 // tile["BLOCK"]))
+        chunk = min(triton.next_power_of_2(bigram["RANK"]), max(1, TILE // tile["BLOCK"]))
         launches.draft_rows[(num_reqs,)](
             **{name: batch.leaf[name] for name in ROWS_ARGUMENTS},
             first_ptr=batch.first, **bigram, **batch.circuit, **batch.requests, **batch.outputs, **batch.cache,
@@ -202,7 +201,7 @@ class Drafter:
             if cache is not None:  # this rank's conditionals
                 columns = buffer(num_reqs, num_drafts, width, dtype=cache.dtype)
                 written = _cache_arguments(columns)
-        shared = {"r": r, **self.sizes}
+        shared = {"r": r, **self.sizes, "num_warps": 32 if size > 64 else 4}
 
         def normalise(leaf: Arguments, count: int, k: int, bias: Arguments, start: bool) -> None:
             launches.leaf_blocks[(triton.cdiv(num_reqs, rows), blocks, count)](
@@ -212,7 +211,7 @@ class Drafter:
             launches.start_rows[(count, num_reqs)](
                 **leaf, **batch.circuit, first_ptr=batch.first, top_ptr=tops, total_ptr=totals, norm_ptr=norms,
                 state_ptr=state, num_drafts=count, num_blocks=blocks, **shared,
-                CHUNK=max(1, BLOCKED_TILE // size), START=start,
+                CHUNK=max(1, TILE // size), START=start,
             )  # fmt: skip
 
         if batch.given:

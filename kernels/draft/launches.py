@@ -42,6 +42,15 @@ def rounded(log_q, cache_ptr):
 
 
 @triton.jit
+def allow(log_q, allowed_ptr, words, at, key, mask):
+    """Return log q [BLOCK] of tokens `key`, -inf where their bit of row `at` [words] is 0."""
+    if allowed_ptr is not None:
+        word = tl.load(allowed_ptr + at * words + key // 32, mask=mask, other=0)
+        log_q = tl.where((word >> (key % 32)) & 1 != 0, log_q, float("-inf"))
+    return log_q
+
+
+@triton.jit
 def add_moments(log_q, scale, top, first, second):
     """Update the moments by the tokens of a block."""
     x = log_q * scale
@@ -216,7 +225,7 @@ def draft_blocks(
     low_ptr, low_stride, low_k_stride, out_ptr, out_k_stride, out_stride,
     before_ptr, before_stride, source_ptr, target_ptr, target_k_stride, target_stride,
     norm_ptr, state_ptr,
-    slot_ptr, temperature_ptr, seed_ptr, pos_ptr,
+    slot_ptr, temperature_ptr, seed_ptr, pos_ptr, allowed_ptr, words,
     cache_ptr, cache_stride, cache_k_stride, record_ptr,
     k, num_drafts, batch, r, vocab_size, begin,
     NOISED_ARGMAX: tl.constexpr, DRAW: tl.constexpr, USE_FP64: tl.constexpr,
@@ -249,14 +258,14 @@ def draft_blocks(
             low = low_ptr if LOW == 0 else low_ptr + row * low_stride + k.to(tl.int64) * low_k_stride
             tile = load_leaf(leaf, z_stride, low, out_ptr, out_stride, out, token, vocab_size, r, R, LOW)
             tile = add_bias(tile, bias, number, RANK, ROWS)
-            log_q = mixture(tile, weights, norm)
+            key = token if begin is None else token + begin
+            log_q = allow(mixture(tile, weights, norm), allowed_ptr, words, row * num_drafts + k, key, mask)
             if cache_ptr is not None:
                 log_q = rounded(log_q, cache_ptr)
                 cached = (slot if begin is None else row) * cache_stride + k.to(tl.int64) * cache_k_stride
                 tl.store(cache_ptr + cached + token, log_q, mask=mask & (slot >= 0))
             none = tl.full([], 0.0, tl.float32)
             top, first, second = add_moments(log_q, scale, none + float("-inf"), none, none)
-            key = token if begin is None else token + begin
             value, index = NOISED_ARGMAX(
                 log_q, key, mask, seed, pos + k, temperature, IS_DRAFTING=False, USE_FP64=USE_FP64
             )
@@ -326,7 +335,7 @@ def draft_rows(
     leaf_ptr, leaf_stride, k_stride, z_stride,
     first_ptr, source_ptr, target_ptr, target_k_stride, target_stride,
     evidence_ptr, root_ptr, inner_ptr, program_ptr,
-    slot_ptr, temperature_ptr, seed_ptr, pos_ptr,
+    slot_ptr, temperature_ptr, seed_ptr, pos_ptr, allowed_ptr, words,
     token_ptr, token_stride, confidence_ptr, confidence_stride,
     cache_ptr, cache_stride, cache_k_stride,
     num_drafts, num_inner, r, vocab_size,
@@ -374,8 +383,8 @@ def draft_rows(
             token = block * BLOCK + in_block
             if BLOCKS > 1:
                 tile = load_biased(leaf, z_stride, source, target, target_stride, token, vocab_size, r, R, RANK, CHUNK)
-            log_q = mixture(tile, weights, norm)
             mask = token < vocab_size
+            log_q = allow(mixture(tile, weights, norm), allowed_ptr, words, row * num_drafts + k, token, mask)
             if cache_ptr is not None:
                 log_q = rounded(log_q, cache_ptr)
                 cached = cache_ptr + slot * cache_stride + k * cache_k_stride

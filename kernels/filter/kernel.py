@@ -248,7 +248,7 @@ def _filter_backward(
 
 
 def filter_weights(program: Program, evidence: Tensor, root_logits: Tensor, inner_logits: Tensor) -> Tensor:
-    """Return `naive.filter_weights` for r <= 64; gradients have their input's dtype."""
+    """Return `naive.filter_weights` for r <= 128, with gradients for r <= 64; they have their input's dtype."""
     inputs = evidence.contiguous(), root_logits.contiguous(), inner_logits.contiguous()
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         return _FilterWeights.apply(program, *inputs)
@@ -299,5 +299,5 @@ def _forward(
 def _options(program: Program, r: int, device: torch.device) -> dict[str, Any]:
     """The encoded program, and sizes of a launch."""
     table, depth = encode(program, device)
-    num_warps = 1 if r <= 16 else 4 if r <= 32 else 16  # with 16 values per thread of r = 64 ptxas spills on sm_80
+    num_warps = 1 if r <= 16 else 4 if r <= 32 else 16 if r <= 64 else 32  # with fewer ptxas spills for r > 32
     return {"program_ptr": table, "r": r, "R": triton.next_power_of_2(r), "DEPTH": depth, "num_warps": num_warps}

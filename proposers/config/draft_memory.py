@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from vllm_mtpc.heads.base import Head
 
 LOGITS_BYTES = 1 << 30  # of a draft that exist at once; larger batches are drafted in several goes
-SMALL_LEAVES = 1 << 24  # bytes of float32 leaves that are masked in one chunk whatever memory was measured
 
 
 def logits_bytes(head: Head, drafts: int, dtype: torch.dtype, in_blocks: bool = False) -> int:
@@ -25,12 +24,6 @@ def logits_bytes(head: Head, drafts: int, dtype: torch.dtype, in_blocks: bool = 
     conditionals = drafts * shard.rows * (1 + shard.size) if shard else 0  # [1, K, V], own and of all ranks
     copied = first * torch.float32.itemsize if has_evidence else 0
     return (base + first + drafted + conditionals) * dtype.itemsize + copied
-
-
-def masked_rows(head: Head, num_drafts: int, logits_dtype: torch.dtype) -> int:
-    """Return the structured requests that are drafted at once, with float32 copies of a leaf next to the logits."""
-    leaf_bytes = head.circuit.num_components * head.vocab_size * torch.float32.itemsize
-    return max(1, LOGITS_BYTES // (4 * logits_bytes(head, num_drafts, logits_dtype)), SMALL_LEAVES // leaf_bytes)
 
 
 def rows_at_once(

@@ -2,8 +2,13 @@
 
 A matcher of each grammar, compiled by vLLM's own backend, reads the emitted tokens. While drafts are sampled it masks
 log q(x_k | x_<k), accepts the sampled draft, and is rolled back after the last one. The rejection sampler receives the
-masked distribution. On Model Runner V2 the whole batch is drafted first, in one launch; then the host reads the emitted
-tokens of structured requests, and `MtpcSpeculator._generate_masked_draft` drafts for them again with the same noise.
+masked distribution.
+
+On Model Runner V2 the whole batch is drafted first, without masks. Then the host reads emitted tokens and drafts of
+structured requests. Grammars follow these drafts up to the first that they forbid, and all K are drawn again by the
+draft kernel, with the masks on this path and the same noise. An allowed draft stays: the largest noised value is the
+largest of every part that has it. This is repeated until no mask is missing, and gives the same drafts as masks one by
+one. The host waits for the device twice where all first drafts are allowed, and once more for each that is not.
 
 vLLM prunes drafts from the first forbidden one and takes the token there from the target, which biases the output: the
 token must come from max(p - q, 0). A masked draft is never pruned. Where drafts are not masked (`mask_drafts`, a
@@ -13,9 +18,10 @@ v2/verification.py). Tensor-parallel ranks exchange which grammars are compiled:
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,7 +66,8 @@ class Masks:
     rows: dict[int, Follower] = field(default_factory=dict)  # by row of the batch
     unmasked: list[int] = field(default_factory=list)  # rows of structured requests without a follower
     lengths: dict[int, int] = field(default_factory=dict)  # drafts by row, for rows whose grammar ends
-    _advanced: Counter[int] = field(default_factory=Counter)
+    _paths: defaultdict[int, list[int]] = field(default_factory=partial(defaultdict, list))  # drafts read, by row
+    _bits: Tensor | None = None  # [S, K, words], of all drafts
 
     def around(self, pick: Pick) -> Pick:
         """Return `pick` of masked and normalised conditionals; grammars advance by the picked drafts."""
@@ -72,7 +79,7 @@ class Masks:
             for row in open_rows:
                 grammar = self.rows[row].grammar
                 if grammar.accept_tokens("draft", [tokens[row]]):
-                    self._advanced[row] += 1
+                    self._paths[row].append(tokens[row])
                 if grammar.is_terminated():
                     self.lengths[row] = k + 1
             return drafts
@@ -93,11 +100,37 @@ class Masks:
         allowed = torch.cat([allowed, is_other.expand(-1, vocab_size - allowed.shape[1])], dim=1)
         return torch.where(is_other, log_q, log_q.masked_fill(~allowed, -torch.inf).log_softmax(dim=-1))
 
+    def follow(self, drafts: list[list[int]], vocab_size: int) -> Tensor | None:
+        """Return masks [S, K, ceil(V / 32)] along drafts [S, K], or None: the last ones are those of these drafts."""
+        assert self.bitmask is not None
+        is_new, words = False, -(-vocab_size // 32)
+        if self._bits is None:
+            self._bits = torch.full((len(drafts), len(drafts[0]), words), -1, dtype=torch.int32)  # all are allowed
+        for row, follower in self.rows.items():
+            grammar, is_first, path = follower.grammar, row not in self._paths, self._paths[row]
+            same = next((k for k, token in enumerate(path) if token != drafts[row][k]), len(path))
+            if same < len(path):  # masks after another draft
+                grammar.rollback(len(path) - same)
+                del path[same:]
+                self._bits[row, same + 1 :] = -1
+            for k, token in enumerate(drafts[row][same:], same):
+                if grammar.is_terminated():
+                    break
+                mask = self._bits[row, k]
+                if k > same or is_first:
+                    grammar.fill_bitmask(self.bitmask, row)
+                    mask[:] = functional.pad(self.bitmask[row, :words], (0, max(0, words - self.bitmask.shape[1])))
+                    is_new = True
+                if not int(mask[token // 32]) >> token % 32 & 1 or not grammar.accept_tokens("draft", [token]):
+                    break
+                path.append(token)
+        return self._bits if is_new else None
+
     def rewind(self) -> None:
         """Take the drafts back from the grammars."""
-        for row, count in self._advanced.items():
-            self.rows[row].grammar.rollback(count)
-        self._advanced.clear()
+        for row, path in self._paths.items():
+            self.rows[row].grammar.rollback(len(path))
+        self._paths.clear()
 
 
 class HeadStructuredOutputManager(StructuredOutputManager):

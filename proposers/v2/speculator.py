@@ -33,18 +33,15 @@ from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappin
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
-from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax, gumbel_sample
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorBatchDescriptor
 
 from vllm_mtpc.heads.base import DraftParams, Head
-from vllm_mtpc.kernels.draft import naive
 from vllm_mtpc.kernels.draft.kernel import Drafter
-from vllm_mtpc.kernels.filter import MAX_COMPONENTS
 from vllm_mtpc.kernels.leaf.kernel import batches
 from vllm_mtpc.plan.draft_schedule import expand_schedule
-from vllm_mtpc.proposers.config.draft_memory import masked_rows, rows_at_once
-from vllm_mtpc.proposers.config.versions import keys_noise_by_draft
+from vllm_mtpc.proposers.config.draft_memory import rows_at_once
 from vllm_mtpc.proposers.heads.grammar_masks import Masks, StructuredRequests
 from vllm_mtpc.proposers.heads.load import kept, load_served_head, log_drafts, weights_dtype
 from vllm_mtpc.proposers.heads.swap import copy_tensors
@@ -317,7 +314,6 @@ class MtpcSpeculator(HeadSpeculator):
             self.draft_logits: Tensor | None = None
         self.states: Any = None  # CoupledStates; None: no request is coupled
         self.stream.fill_(DRAFTING)
-        self.step_cols = torch.arange(self.num_speculative_steps, dtype=torch.int32, device=device)
         self.structured: StructuredRequests | None = None  # None: drafts are not masked with grammars
 
     def draft_logits_spec(self, vllm_config: VllmConfig) -> tuple[torch.dtype, float]:
@@ -340,20 +336,13 @@ class MtpcSpeculator(HeadSpeculator):
         sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or ()
         most, arms = self.num_speculative_steps, self.speculative_config.arms
         self.drafter = self._make_drafter(head)
-        in_blocks = self.drafter is not None and not self.drafter.one_launch
+        in_blocks = not self.drafter.one_launch
         self.rows_at_once = rows_at_once(head, self.drafts_by_batch, most, logits_dtype, sizes, arms, in_blocks)
-        self.masked_rows = masked_rows(head, most, logits_dtype)
-        program = () if self.drafter is None else (self.drafter.program,)
-        head.kept = kept((*head.parameters(), *program))
+        head.kept = kept((*head.parameters(), self.drafter.program))
 
-    def _make_drafter(self, head: Head) -> Drafter | None:
-        """Return the draft kernel, or None where the circuit has more components than it takes."""
-        program, size, noised_argmax = head.circuit.program, head.circuit.num_components, gumbel_noised_argmax
-        if size > MAX_COMPONENTS:
-            return None
-        return Drafter(
-            program, size, head.vocab_size, self.device, noised_argmax, self.use_fp64_gumbel, shard=head.leaf_shard
-        )
+    def _make_drafter(self, head: Head) -> Drafter:
+        sizes = head.circuit.program, head.circuit.num_components, head.vocab_size
+        return Drafter(*sizes, self.device, gumbel_noised_argmax, self.use_fp64_gumbel, shard=head.leaf_shard)
 
     @property
     def keeps_shapes(self) -> bool:
@@ -413,73 +402,60 @@ class MtpcSpeculator(HeadSpeculator):
     def _generate_draft(self, num_reqs: int, num_drafts: int) -> None:
         """Fill drafts [R, K], log q [slots, K, V] and confidences [R, K] from the buffers of inputs."""
         step = self.rows_at_once.get(num_drafts, 1)
+        tokens, confidences = self.draft_tokens, self.draft_token_confidence_probs
         for start in range(0, num_reqs, step):
             rows = slice(start, min(start + step, num_reqs))
-            inputs = self.hidden_states[rows], self.first_tokens[rows], num_drafts
-            if self.drafter is None:
-                self._sample_sequential(self.model.draft_params(*inputs), rows)
-                continue
-            params = self.model.draft_params(*inputs, in_blocks=not self.drafter.one_launch)
-            self.drafter(
-                *params,
-                slots=self.idx_mapping[rows],
-                temperature=self.temperature,
-                seeds=self.seeds,
-                pos=self.noise_pos[rows],
-                tokens=self.draft_tokens[rows, :num_drafts],
-                confidences=self.draft_token_confidence_probs[rows, :num_drafts],
-                cache=self.draft_logits,
-                draw=self.is_drawn,
-            )
+            made = tokens[rows, :num_drafts], confidences[rows, :num_drafts]
+            self._sample(self._draft_params(rows, num_drafts), rows, *made)
 
-    def _sample_sequential(self, params: DraftParams, rows: slice | Tensor, masks: Masks | None = None) -> None:
-        """Sample the drafts of these rows one after the other in PyTorch, as the kernel does; optionally masked."""
-        num_drafts = params.leaf.shape[1]
-        slots, cache = self.idx_mapping[rows], self.draft_logits
-        dtype = torch.float32 if cache is None else cache.dtype
-        temperature = torch.where(slots < 0, 0.0, self.temperature[slots.clamp(min=0)])
+    def _draft_params(self, rows: slice | Tensor, num_drafts: int) -> DraftParams:
+        inputs = self.hidden_states[rows], self.first_tokens[rows], num_drafts
+        return self.model.draft_params(*inputs, in_blocks=not self.drafter.one_launch)
 
-        def pick(log_q: Tensor, k: int) -> Tensor:
-            self.draft_token_confidence_probs[rows, k] = naive.confidence(log_q, temperature, self.is_drawn)
-            if not self.is_drawn:
-                return log_q.argmax(dim=-1)
-            # undo the number of the draft that vLLM mixes in: the kernel has none, and it would undo a step's seed
-            seeds = self.seeds ^ (k << 32) if cache is not None and keys_noise_by_draft() else self.seeds
-            return gumbel_sample(
-                log_q.to(dtype),  # exact but for masked ones; vLLM reads it as float32
-                slots,
-                self.temperature,
-                seeds,
-                self.noise_pos[rows] + k,
-                apply_temperature=True,
-                is_drafting=False,  # the position selects the stream
-                logits_cache=cache,
-                logits_cache_col=None if cache is None else self.step_cols[k],
-                use_fp64=self.use_fp64_gumbel,
-            )
-
-        self.draft_tokens[rows, :num_drafts] = naive.draft(
-            self.model.circuit.program,
+    def _sample(
+        self,
+        params: DraftParams,
+        rows: slice | Tensor,
+        tokens: Tensor,
+        confidences: Tensor,
+        allowed: Tensor | None = None,
+    ) -> None:
+        """Fill tokens and confidences [S, K] and log q of these rows; allowed: bitmasks [S, K, words], or None."""
+        self.drafter(
             *params,
-            pick=pick if masks is None else masks.around(pick),
-            dtype=dtype,
-            shard=self.model.leaf_shard,
+            slots=self.idx_mapping[rows],
+            temperature=self.temperature,
+            seeds=self.seeds,
+            pos=self.noise_pos[rows],
+            tokens=tokens,
+            confidences=confidences,
+            cache=self.draft_logits,
+            allowed=allowed,
+            draw=self.is_drawn,
         )
 
     def _generate_masked_draft(
         self, input_batch: InputBatch, rows: list[int], num_sampled: Tensor, num_drafts: int
     ) -> None:
-        """Draft again for the structured requests in these rows, masked with their grammars; waits for the device."""
-        assert self.structured is not None  # `propose` asks it for the rows
-        for start in range(0, len(rows), self.masked_rows):
-            chunk = rows[start : start + self.masked_rows]
+        """Draft again for the structured requests in these rows, masked with their grammars (`grammar_masks.py`)."""
+        assert self.structured is not None  # `_draft_step` asks it for the rows
+        step = self.rows_at_once.get(num_drafts, 1)
+        for start in range(0, len(rows), step):
+            chunk = rows[start : start + step]
             index = async_tensor_h2d(chunk, self.device, torch.int64)
             req_ids = [input_batch.req_ids[row] for row in chunk]
             masks = self.structured.masks(req_ids, self.idx_mapping[index].long(), num_sampled[index])
             if masks.rows:
-                params = self.model.draft_params(self.hidden_states[index], self.first_tokens[index], num_drafts)
-                self._sample_sequential(params, index, masks)
+                self._follow(masks, index, num_drafts)
                 masks.rewind()
+
+    def _follow(self, masks: Masks, index: Tensor, num_drafts: int) -> None:
+        """Draft for rows `index` [S] until every draft was made with the mask that the drafts before it lead to."""
+        params = self._draft_params(index, num_drafts)
+        made = self.draft_tokens[index, :num_drafts], self.draft_token_confidence_probs[index, :num_drafts]
+        while (bits := masks.follow(made[0].tolist(), self.model.vocab_size)) is not None:  # waits for the device
+            self._sample(params, index, *made, async_tensor_h2d(bits, self.device))
+        self.draft_tokens[index, :num_drafts], self.draft_token_confidence_probs[index, :num_drafts] = made
 
     def _warm_up(self) -> None:
         """Run the largest draft, and on a GPU one of every shape that Triton compiles for, with padding requests."""
@@ -491,5 +467,6 @@ class MtpcSpeculator(HeadSpeculator):
         self._generate_draft(max_rows, num_drafts)
         for num_reqs in (1, 2) if self.structured is not None else ():
             index, most = torch.arange(min(num_reqs, self.max_num_reqs), device=self.device), max(self.rows_at_once)
-            params = self.model.draft_params(self.hidden_states[index], self.first_tokens[index], most)
-            self._sample_sequential(params, index)
+            bits = index.new_full((len(index), most, -(-self.model.vocab_size // 32)), -1, dtype=torch.int32)
+            made = self.draft_tokens[index, :most], self.draft_token_confidence_probs[index, :most]
+            self._sample(self._draft_params(index, most), index, *made, bits)

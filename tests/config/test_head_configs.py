@@ -164,7 +164,7 @@ WRONG: dict[str, list[tuple[str, Any, list[str]]]] = {
         ("expander_rank", 4, ["expander_rank=4", "'linear'", "remove expander_rank"]),
         ("component_rank", -1, ["component_rank", "greater than or equal to 0"]),
         ("expander_rank", 10**9, ["expander_rank", "1000000000", "131072"]),
-        ("num_components", 10**9, ["num_components", "1000000000", "4096"]),
+        ("num_components", 10**9, ["num_components", "1000000000", "128"]),
         ("lora_layers", 3, ["lora_layers", "3", "0, 1, 2 or 4"]),
     ],
     "ptp": [

@@ -15,7 +15,6 @@ from torch import Tensor
 from tests.support import draft_cases, forks, interpreted
 from tests.support.distributions import noise_floor, total_variation
 from tests.support.draft_cases import CASES, INF, TOKEN_CASES, Case, Drafts
-from vllm_mtpc.circuits import get_circuit
 from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.draft import naive
 
@@ -38,6 +37,8 @@ def conditionals(asked: Case, tokens: Tensor, dtype: torch.dtype = torch.float32
     found = []
 
     def follow(log_q: Tensor, k: int) -> Tensor:
+        if asked.allowed is not None:
+            log_q = log_q.masked_fill(~draft_cases.bits(asked.allowed[:, k], log_q.shape[1]), -INF)
         found.append(log_q)
         return tokens[:, k]
 
@@ -151,11 +152,12 @@ def test_both_paths_draft_the_same(drafts: dict[str, Drafts]) -> None:
     torch.testing.assert_close(one.confidences, several.confidences, atol=CONFIDENCE, rtol=0)
 
 
-def test_too_many_components_are_refused() -> None:
-    from vllm_mtpc.kernels.draft.kernel import Drafter
-
-    with pytest.raises(ValueError, match="num_components=129"):
-        Drafter(get_circuit("cp", 4, 129).program, 129, 10, torch.device("cpu"), None)
+@pytest.mark.parametrize("name", draft_cases.MASKED)
+def test_fault_of_the_mask_of_another_draft_is_found(name: str, drafts: dict[str, Drafts]) -> None:
+    asked, got = CASES[name], drafts[name]
+    wrong = conditionals(replace(asked, allowed=asked.allowed.roll(1, dims=1)), got.tokens)[asked.slots >= 0]
+    cached = got.cache[asked.slots[asked.slots >= 0], : got.tokens.shape[1]]
+    assert (cached.isinf() != wrong.isinf()).any(dim=-1).all()
 
 
 def test_confidence_equals_its_definition() -> None:

@@ -25,7 +25,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "shared, cp": {"head": "shared", "circuit": "cp"},
     "low rank": {"head": "shared", "component_rank": 4},
     "low rank, tokens": {"head": "shared", "component_rank": 4, "token_rank": 5},
-    "many components": {"head": "shared", "num_components": 65},  # more than the kernel takes
+    "many components": {"head": "shared", "num_components": 128},
 }
 CASES = {
     "off": ("off", 1 << 30),
@@ -78,17 +78,15 @@ def draft_on_every_path(places: dict[str, Path]) -> dict[tuple[str, str], list[A
     """In a fork, by head and path: tokens, confidences and conditionals of a full batch."""
     drafts = {}
     for name, place in places.items():
-        for path, size in (("one chunk", 1 << 30), ("chunks", 1 << 16), ("blocks", 1 << 30), ("PyTorch", 1 << 30)):
+        for path, size in (("one chunk", 1 << 30), ("chunks", 1 << 16), ("blocks", 1 << 30)):
             with speculator(Setting(place, BATCH, logits_bytes=size)) as made:
-                if path == "PyTorch":
-                    made.drafter = None
-                elif path == "blocks" and made.drafter:  # as of large vocabularies
+                if path == "blocks":  # as of large vocabularies
                     made.drafter.one_launch = False
                 drafts[name, path] = drafted(made, BATCH, DRAFTS)
     return drafts
 
 
-def test_kernel_in_chunks_and_pytorch_draft_the_same(places: dict[str, Path]) -> None:
+def test_kernel_drafts_the_same_in_chunks_and_blocks(places: dict[str, Path]) -> None:
     names = ["shared", "linear, tokens", "low rank", "low rank, tokens", "many components"]
     given = {name: places[name] for name in names}
     drafts = forks.call("v2", "tests.proposers.test_draft_memory:draft_on_every_path", given)

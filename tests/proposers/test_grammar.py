@@ -16,7 +16,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-from tests.support import forks
+from tests.support import draft_cases, forks
 from tests.support.speculators import Setting, batch, made_heads, speculator
 from vllm_mtpc.proposers.heads import grammar_masks as module
 from vllm_mtpc.proposers.heads.grammar_masks import Follower, Grammars, Masks, StructuredRequests
@@ -78,6 +78,30 @@ def test_mask_forbids_tokens_without_bits_and_leaves_other_rows() -> None:
     assert torch.equal(picked[0][0], log_q[0])
     assert picked[0][1].isfinite().nonzero()[:, 0].tolist() == list(range(3, VOCAB))
     assert picked[0][1].exp().sum().item() == pytest.approx(1)
+
+
+def test_masks_follow_drafts_until_none_is_missing() -> None:
+    """Rows 0 and 1: a grammar; 2: none; 3: ended. Tokens from the number of the position on are allowed, 9 ends."""
+    rows = {0: Follower(Counting()), 1: Follower(Counting()), 3: Follower(Counting())}
+    for row, follower in rows.items():
+        follower.grammar.accept_tokens("r", [9 if row == 3 else 5])
+    step = Masks(torch.zeros(4, 2, dtype=torch.int32), rows)
+
+    def allowed(bits: Tensor) -> list[list[int]]:
+        """The first allowed token, by row and draft."""
+        found = draft_cases.bits(bits, 100)
+        assert (found[..., VOCAB:].all(-1) == found[..., 0]).all(), "tokens without bits are allowed in unmasked rows"
+        return found.int().argmax(-1).tolist()
+
+    other = [[0, 0, 0, 0]] * 2
+    found = step.follow([[5, 0, 7, 7], [5, 9, 0, 0], *other], 100)
+    assert allowed(found) == [[1, 2, 0, 0], [1, 2, 0, 0], *other]
+    found = step.follow([[5, 6, 7, 1], [4, 9, 0, 0], *other], 100)  # the first draft of row 1 was another
+    assert allowed(found) == [[1, 2, 3, 4], [1, 2, 0, 0], *other]
+    assert step.follow([[5, 6, 7, 8], [4, 9, 0, 0], *other], 100) is None
+    assert rows[0].grammar.read == [5, 5, 6, 7, 8] and rows[1].grammar.read == [5, 4, 9]
+    step.rewind()
+    assert [follower.grammar.read for follower in rows.values()] == [[5], [5], [9]]
 
 
 def compiling(made: Grammars, compiled: Any = Counting) -> list[Any]:
@@ -265,10 +289,7 @@ def steps(place: Path, at_once: int) -> dict[str, Any]:
     """In a fork: a step without grammars and one with, and tokens that vLLM samples from the scored conditionals."""
     from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
-    from vllm_mtpc.proposers.config import draft_memory
-
-    small = mock.patch.object(draft_memory, "SMALL_LEAVES", at_once)
-    with small, speculator(Setting(place, 6, logits_bytes=at_once)) as made:
+    with speculator(Setting(place, 6, logits_bytes=at_once)) as made:
         given = batch(made, REQUESTS)
         names = given["input_batch"].req_ids = [f"r{row}" for row in range(REQUESTS)]
         given["num_sampled"][UNREAD] = 0
@@ -288,7 +309,7 @@ def steps(place: Path, at_once: int) -> dict[str, Any]:
         made.structured = followed(kept, Future)
         made.structured.add(requests)
         pending = step()
-        with mock.patch.object(made, "_sample_sequential") as by_definition:
+        with mock.patch.object(made, "_sample") as drawn:
             made._warm_up()
         made.structured = followed(kept)
         made.structured.add(requests)
@@ -305,7 +326,7 @@ def steps(place: Path, at_once: int) -> dict[str, Any]:
         return {
             "free": free,
             "pending": pending,
-            "warmed up": by_definition.call_count,
+            "warmed up": sum(len(call.args) == 5 for call in drawn.call_args_list),  # with a mask
             "masked": masked,
             "again": torch.stack(again, 1),
             "read": read,
@@ -347,8 +368,7 @@ def test_masked_drafts_are_sampled_from_the_scored_conditionals(found: dict[str,
     assert drawn.tolist() == [False, True], "one is greedy"
     assert torch.equal(drafts[drawn], found["again"][rows][drawn])
     shift = (log_q - found["free"]["log_q"][rows])[drawn, 0, len(OUTPUT) :]
-    torch.testing.assert_close(shift, shift[:, :1].expand_as(shift))
-    torch.testing.assert_close(log_q[drawn].exp().sum(-1), torch.ones(1, DRAFTS))
+    torch.testing.assert_close(shift, torch.zeros_like(shift))
     assert not torch.equal(found["masked"]["confidences"][rows], found["free"]["confidences"][rows])
     assert found["read"] == [OUTPUT] * 2, "grammars are rewound; one for each request whose prompt is read"
 

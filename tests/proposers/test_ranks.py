@@ -28,7 +28,7 @@ VOCAB = 1090  # divided into 2 x 576 columns, of which the second rank has 514 t
 KINDS: dict[str, dict[str, Any]] = {"plain": {}, "capped": {"soft_cap": 5.0, "scale": 0.7}}
 # 32 components of the vocabulary are no small leaf.
 WINDOW, BATCH, DRAFTS = 5, 6, 4
-COMPONENTS = {"kernel": 32, "definition": 65, "kernel with tokens": 32, "definition with tokens": 65}
+COMPONENTS = {"kernel": 32, "128 components": 128, "kernel with tokens": 32}
 GREEDY = {"draft_sample_method": "greedy"}
 HEADS = {
     name: {"head": "shared", "num_components": r, "window": WINDOW, "token_rank": 5 * ("tokens" in name)}

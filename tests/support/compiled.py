@@ -129,7 +129,9 @@ def last_of(ranks: int, vocab: int) -> Shard:
     return Shard(ranks - 1, ranks, vocab, lambda own: own.repeat(ranks, 1), -(-vocab // 64) * 64)
 
 
-def draft(noise, name, sizes, drafts=None, dtype=HALF, draw=True, use_fp64=False, ranks=1, token_rank=0, low=0) -> None:
+def draft(
+    noise, name, sizes, drafts=None, dtype=HALF, draw=True, use_fp64=False, ranks=1, token_rank=0, low=0, masked=False
+) -> None:
     """The draft kernel on two requests of sizes n, r, V; leaf, cache and bigram have a dtype; on the last rank.
 
     low: rank of the components' differences; the leaves then begin with x_1.
@@ -160,6 +162,7 @@ def draft(noise, name, sizes, drafts=None, dtype=HALF, draw=True, use_fp64=False
         tokens=empty(64, n - 1, dtype=LONG)[:2, :drafts],
         confidences=empty(64, n - 1, dtype=WHOLE)[:2, :drafts],
         cache=empty(64, n - 1, vocab, dtype=dtype) if draw else None,
+        allowed=empty(2, drafts, -(-vocab // 32), dtype=INT) if masked else None,
         draw=draw,
     )
 
@@ -181,6 +184,15 @@ def filters(name: str, n: int, r: int, dtype: torch.dtype = WHOLE) -> None:
     kernel.filter_weights(circuit.program, evidence, *sums)
     weights = kernel.filter_weights(circuit.program, evidence.requires_grad_(), *sums)
     weights.backward(torch.empty_like(weights))
+
+
+def forward(name: str, n: int, r: int) -> None:
+    """What has no backward kernel."""
+    from vllm_mtpc.kernels.filter import kernel
+
+    circuit = get_circuit(name, n, r)
+    sums = empty(64, r, dtype=WHOLE), empty(64, circuit.num_inner, r, r, dtype=WHOLE)
+    kernel.filter_weights(circuit.program, empty(64, n, r, dtype=WHOLE), *sums)
 
 
 def coupled(vocab: int, width: int) -> None:
@@ -214,6 +226,7 @@ DRAFTED: dict[str, dict[str, Any]] = {
     "K=2": {"drafts": 2},
     "float32": {"dtype": WHOLE},
     "argmax": {"draw": False},
+    "masked": {"masked": True},
     "float64": {"use_fp64": True},
     "token 32": {"token_rank": 32},
     "token 64": {"token_rank": 64},
@@ -224,6 +237,7 @@ DRAFTED: dict[str, dict[str, Any]] = {
 IN_BLOCKS: dict[str, dict[str, Any]] = {
     "2 ranks": {"drafts": 2, "ranks": 2},
     "8 ranks": {"drafts": 2, "ranks": 8},
+    "8 ranks, masked": {"drafts": 2, "ranks": 8, "masked": True},
     "token 64, 2 ranks": {"ranks": 2, "token_rank": 64},
     "low rank 16": {"low": 16},
     "low rank 64, float64": {"low": 64, "use_fp64": True},
@@ -249,6 +263,8 @@ def served() -> Iterator[tuple[str, Callable[[], Any]]]:
     for n, r in ((8, 8), (16, 32), (16, 64)):
         for name in CIRCUITS:
             yield f"training {name} n={n} r={r}", partial(filters, name, n, 1 if name == "ff" else r)
+    yield "128 components", partial(draft, noise, last, (16, 128, 320))
+    yield "128 components, circuit alone", partial(forward, last, 16, 128)
     yield "training bfloat16", partial(filters, last, 8, 8, HALF)
     for vocab in (257, 320, 128_256, 151_936):
         yield f"PTP V={vocab}", partial(coupled, vocab, 8)

@@ -37,6 +37,7 @@ class Case:
     cache_dtype: torch.dtype = torch.float32
     use_fp64: bool = False
     shard: Shard | None = None  # params are those of a rank
+    allowed: Tensor | None = None  # [B, K, words] int32, masks of tokens
 
 
 def case(name, n, r, vocab, batch, drafts, scale=2.0, token_rank=0, dtype=torch.float32, **options) -> Case:
@@ -117,6 +118,22 @@ def rounded(dtype: torch.dtype) -> Case:
     return replace(base, cache_dtype=dtype, temperature=base.temperature * 0.05)
 
 
+def masked(base: Case) -> Case:
+    """Half of the tokens are forbidden at random, and all but one at the second draft of the first request."""
+    generator, (*_, leaf, root) = torch.Generator().manual_seed(5), base.params[:3]
+    vocab_size = base.shard.vocab_size if base.shard else leaf.shape[3]
+    drafts, words = leaf.shape[1] - (base.params[0] is None), -(-vocab_size // 32)
+    allowed = torch.randint(-(2**31), 2**31, (len(root), drafts, words), dtype=torch.int32, generator=generator)
+    allowed[0, 1] = 0
+    allowed[0, 1, vocab_size // 64] = 1 << 3
+    return replace(base, allowed=allowed)
+
+
+def bits(allowed: Tensor, vocab_size: int) -> Tensor:
+    """Return masks [..., V] bool of bitmasks [..., words]."""
+    return (allowed[..., None] >> torch.arange(32) & 1).bool().flatten(-2)[..., :vocab_size]
+
+
 def of_recipe() -> Case:
     with recipe.registered():
         return case(recipe.NAME, 8, 7, 63, 2, 5)
@@ -195,7 +212,15 @@ TOKEN_CASES: dict[str, Case] = {
     "token, a rank": with_rank(case("btree", 8, 7, 300, 3, 4, token_rank=20)),
 }
 CASES |= TOKEN_CASES
+MASKED: dict[str, Case] = {
+    **on_both_paths("masked", masked(case("btree", 8, 7, 320, 3, 4))),
+    **on_both_paths("masked, bfloat16", masked(rounded(torch.bfloat16))),
+    "masked, a rank": masked(with_rank(case("hmm", 8, 7, 300, 3, 4, token_rank=20))),
+    "masked, components": masked(with_first(case("cp", 5, 32, 320, 3, 4), 16)),
+}
+CASES |= MASKED
 CASES |= {
+    "128 components": case("btree", 8, 128, 300, 2, 3),
     "leaves with x_1": with_first(BLOCKS),
     "leaves with x_1, tokens": with_first(case("hmm", 8, 7, 63, 18, 3, token_rank=4)),
     "components": with_first(case("btree", 8, 7, 300, 3, 4), 5),
@@ -268,6 +293,7 @@ def _draft(case: Case, device: str) -> Drafts:
         tokens=tokens,
         confidences=confidences,
         cache=cache,
+        allowed=on_device(case.allowed),
         draw=case.draw,
     )
     return Drafts(tokens.cpu(), confidences.cpu(), None if cache is None else cache.cpu(), drafter.one_launch)

@@ -77,7 +77,8 @@ class LinearHead(Head):
     def _join_ranks(self, at_first: Tensor, drafted: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
         """draft_leaves from the logits [B, r, V] of x_1 and [B, K, r, V] of the drafts, of this rank's tokens."""
         if self.shard is None:
-            return leaf.evidence_of(at_first, first), drafted
+            evidence = leaf.evidence_of(at_first, first)
+            return evidence if evidence.shape[1] > 1 else torch.zeros_like(evidence), drafted  # one cancels
         return self.shard.join(leaf.terms_of(at_first, first - self.shard.start), drafted)
 
     @torch.no_grad()
