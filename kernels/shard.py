@@ -1,7 +1,8 @@
 """A rank's part of a vocabulary divided over a tensor-parallel group, and the exchanges between ranks.
 
-All-gathers copy bits, so all ranks draft the same tokens. Small leaves are gathered whole (`join`). Of large leaves the
-ranks exchange a number per component for each normaliser and drafted token, and the conditionals.
+All-gathers copy bits, so all ranks draft the same tokens. Small leaves are gathered whole (`join`), and large ones for
+small batches (`draft_memory.gathered_rows`). Otherwise the ranks exchange a number per component for each normaliser
+and drafted token, and the conditionals.
 """
 
 from __future__ import annotations

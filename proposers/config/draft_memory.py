@@ -1,4 +1,4 @@
-"""Memory of drafts: the bytes of their logits, and the rows that are drafted at once."""
+"""Memory of drafts: the bytes of their logits, and the rows that are drafted at once or from gathered logits."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from vllm_mtpc.heads.base import Head
 
 LOGITS_BYTES = 1 << 30  # of a draft that exist at once; larger batches are drafted in several goes
+# Of H100s, by arithmetic: microseconds of a small all-gather, bytes per microsecond of a large one and of memory.
+GATHER_US, LINK_BYTES, MEMORY_BYTES = 15, 0.3e6, 3.35e6
 
 
 def logits_bytes(head: Head, drafts: int, dtype: torch.dtype, in_blocks: bool = False) -> int:
@@ -24,6 +26,24 @@ def logits_bytes(head: Head, drafts: int, dtype: torch.dtype, in_blocks: bool = 
     conditionals = drafts * shard.rows * (1 + shard.size) if shard else 0  # [1, K, V], own and of all ranks
     copied = first * torch.float32.itemsize if has_evidence else 0
     return (base + first + drafted + conditionals) * dtype.itemsize + copied
+
+
+def gathered_rows(head: Head, num_drafts: int, dtype: torch.dtype, is_scored: bool) -> int:
+    """Return the largest batch whose logits the ranks gather; the draft of a larger batch is divided over the ranks.
+
+    A divided draft has K + 2 more all-gathers (2 K + 1 with tokens). It exchanges K conditionals instead of all logits,
+    and a rank reads its own columns: of logits twice, of component_out and token_target twice per 4 or 16 requests.
+    Without `is_scored` no conditionals are kept, and none are exchanged.
+    """
+    if (shard := head.leaf_shard) is None:
+        return 0
+    row, leaves = head.vocab_size * dtype.itemsize, 1 if head.component_rank else head.circuit.num_components
+    logits, conditionals = (1 + num_drafts) * leaves * row, num_drafts * row * is_scored
+    factors = (1 + num_drafts) * row * (head.component_rank + head.token_rank) / (8 if head.token_rank else 2)
+    moved = 4 * logits - conditionals + factors  # with one copy of the logits, or of the conditionals
+    row_us = (1 - 1 / shard.size) * ((logits - conditionals) / LINK_BYTES + moved / MEMORY_BYTES)
+    gathers = (2 * num_drafts if head.token_rank else num_drafts + 1) + is_scored
+    return min(int(GATHER_US * gathers / row_us), LOGITS_BYTES // (3 * logits))  # own, received, copied
 
 
 def rows_at_once(

@@ -41,7 +41,7 @@ from vllm_mtpc.heads.base import DraftParams, Head
 from vllm_mtpc.kernels.draft.kernel import Drafter
 from vllm_mtpc.kernels.leaf.kernel import batches
 from vllm_mtpc.plan.draft_schedule import expand_schedule
-from vllm_mtpc.proposers.config.draft_memory import rows_at_once
+from vllm_mtpc.proposers.config.draft_memory import gathered_rows, rows_at_once
 from vllm_mtpc.proposers.heads.grammar_masks import Masks, StructuredRequests
 from vllm_mtpc.proposers.heads.load import kept, load_served_head, log_drafts, weights_dtype
 from vllm_mtpc.proposers.heads.swap import copy_tensors
@@ -338,6 +338,8 @@ class MtpcSpeculator(HeadSpeculator):
         self.drafter = self._make_drafter(head)
         in_blocks = not self.drafter.one_launch
         self.rows_at_once = rows_at_once(head, self.drafts_by_batch, most, logits_dtype, sizes, arms, in_blocks)
+        self.gathered_rows = gathered_rows(head, most, logits_dtype, self.draft_logits is not None)
+        self.gathering: tuple[Head, Any] = (whole := head.undivided()), self._make_drafter(whole)
         head.kept = kept((*head.parameters(), self.drafter.program))
 
     def _make_drafter(self, head: Head) -> Drafter:
@@ -406,14 +408,17 @@ class MtpcSpeculator(HeadSpeculator):
         for start in range(0, num_reqs, step):
             rows = slice(start, min(start + step, num_reqs))
             made = tokens[rows, :num_drafts], confidences[rows, :num_drafts]
-            self._sample(self._draft_params(rows, num_drafts), rows, *made)
+            self._sample(*self._draft_params(rows, num_drafts), rows, *made)
 
-    def _draft_params(self, rows: slice | Tensor, num_drafts: int) -> DraftParams:
-        inputs = self.hidden_states[rows], self.first_tokens[rows], num_drafts
-        return self.model.draft_params(*inputs, in_blocks=not self.drafter.one_launch)
+    def _draft_params(self, rows: slice | Tensor, num_drafts: int) -> tuple[Drafter, DraftParams]:
+        """Return the drafter of a batch of these rows, and what it takes."""
+        hidden = self.hidden_states[rows]
+        head, drafter = self.gathering if len(hidden) <= self.gathered_rows else (self.model, self.drafter)
+        return drafter, head.draft_params(hidden, self.first_tokens[rows], num_drafts, not drafter.one_launch)
 
     def _sample(
         self,
+        drafter: Drafter,
         params: DraftParams,
         rows: slice | Tensor,
         tokens: Tensor,
@@ -421,7 +426,7 @@ class MtpcSpeculator(HeadSpeculator):
         allowed: Tensor | None = None,
     ) -> None:
         """Fill tokens and confidences [S, K] and log q of these rows; allowed: bitmasks [S, K, words], or None."""
-        self.drafter(
+        drafter(
             *params,
             slots=self.idx_mapping[rows],
             temperature=self.temperature,
@@ -451,10 +456,10 @@ class MtpcSpeculator(HeadSpeculator):
 
     def _follow(self, masks: Masks, index: Tensor, num_drafts: int) -> None:
         """Draft for rows `index` [S] until every draft was made with the mask that the drafts before it lead to."""
-        params = self._draft_params(index, num_drafts)
+        drafter, params = self._draft_params(index, num_drafts)
         made = self.draft_tokens[index, :num_drafts], self.draft_token_confidence_probs[index, :num_drafts]
         while (bits := masks.follow(made[0].tolist(), self.model.vocab_size)) is not None:  # waits for the device
-            self._sample(params, index, *made, async_tensor_h2d(bits, self.device))
+            self._sample(drafter, params, index, *made, async_tensor_h2d(bits, self.device))
         self.draft_tokens[index, :num_drafts], self.draft_token_confidence_probs[index, :num_drafts] = made
 
     def _warm_up(self) -> None:
@@ -464,9 +469,11 @@ class MtpcSpeculator(HeadSpeculator):
             for num_reqs in batches(max_rows) if self.device.type == "cuda" else ():
                 self._generate_draft(num_reqs, num_drafts)
         num_drafts, max_rows = next(iter(self.rows_at_once.items()))
-        self._generate_draft(max_rows, num_drafts)
-        for num_reqs in (1, 2) if self.structured is not None else ():
-            index, most = torch.arange(min(num_reqs, self.max_num_reqs), device=self.device), max(self.rows_at_once)
+        for num_reqs in {max_rows, min(max_rows, self.gathered_rows or max_rows)}:
+            self._generate_draft(num_reqs, num_drafts)
+        most, divided = max(self.rows_at_once), self.gathered_rows + 1
+        for num_reqs in (1, 2, divided) if self.structured is not None else ():
+            index = torch.arange(min(num_reqs, self.rows_at_once[most]), device=self.device)
             bits = index.new_full((len(index), most, -(-self.model.vocab_size // 32)), -1, dtype=torch.int32)
             made = self.draft_tokens[index, :most], self.draft_token_confidence_probs[index, :most]
-            self._sample(self._draft_params(index, most), index, *made, bits)
+            self._sample(*self._draft_params(index, most), index, *made, bits)

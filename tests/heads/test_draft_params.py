@@ -102,7 +102,7 @@ def test_packed_head_drafts_the_same(circuit: str) -> None:
         assert_same(head.draft_params(hidden, FIRST, num_drafts), params, rtol=1e-2, atol=1e-2)
 
 
-def sharded(head: Head, size: int) -> list[DraftParams]:
+def sharded(head: Head, size: int, gathers: bool = False) -> list[DraftParams]:
     """draft_params of every rank. Ranks run one after the other: twice, first to learn what each hands in."""
     handed_in: dict[int, Tensor] = {}
 
@@ -118,11 +118,12 @@ def sharded(head: Head, size: int) -> list[DraftParams]:
             continue
         columns = F.pad(LM_HEAD[shard.start : shard.stop].T, (0, shard.rows - shard.stop + shard.start))
         part.bind_lm_head(lambda states, columns=columns: states @ columns.to(states), shard)
-        assert part.component_out.shape[-1] == shard.rows
+    if gathers:
+        ranks = [part.undivided() for part in ranks]
     for _ in range(2):
         params = [part.draft_params(hidden_states(), FIRST, N - 1) for part in ranks]
     assert len({tuple(own.shape) for own in handed_in.values()}) == 1, "a gather takes equal sizes"
-    if isinstance(head, LinearHead):
+    if isinstance(head, LinearHead) or gathers:
         return params
     leaf = torch.cat([part.leaf for part in params], -1)[..., :V]  # a rank returns its columns
     return [part._replace(leaf=leaf) for part in params]
@@ -141,6 +142,14 @@ def test_ranks_draft_from_the_same_logits_as_one(name: str, size: int, kind: str
     # sums in another order; the evidence crosses in float32, so bfloat16 adds its rounding of the logits only
     tolerance = 1e-5 if kind != "bfloat16" else 1e-2
     assert_same(parts[0], wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["shared", "low rank"])
+@pytest.mark.parametrize("size", [2, 5])
+def test_undivided_head_gathers_the_logits_of_one_rank(name: str, size: int) -> None:
+    head = build(name, std=0.3)
+    for params in sharded(head, size, gathers=True):
+        assert_same(params, head.draft_params(hidden_states(), FIRST, N - 1), rtol=1e-6, atol=1e-6)
 
 
 def test_gathered_evidence_is_not_rounded() -> None:

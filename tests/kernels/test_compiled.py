@@ -71,6 +71,7 @@ HEADS: dict[str, dict[str, int]] = {  # the kind of head, and its sizes and opti
     "shared, low rank, tokens": {**SUBWORDS, "expander_rank": 64, "token_rank": 32, "component_rank": 16},
     "shared, 8 ranks": DIVIDED,
     "shared, 8 ranks, tokens": {**DIVIDED, "token_rank": 32},
+    "shared, 8 ranks, low rank": {**DIVIDED, "component_rank": 16},
 }
 
 
@@ -118,7 +119,7 @@ def _drafting(name: str) -> tuple[Callable[[], None], Callable[[], None]]:
     from vllm_mtpc.config.mtpc_config import HeadConfig
     from vllm_mtpc.heads import build_head
     from vllm_mtpc.plan.draft_schedule import expand_schedule
-    from vllm_mtpc.proposers.config.draft_memory import rows_at_once
+    from vllm_mtpc.proposers.config.draft_memory import gathered_rows, rows_at_once
     from vllm_mtpc.proposers.heads import grammar_masks
     from vllm_mtpc.proposers.v2 import speculator as module
 
@@ -140,10 +141,12 @@ def _drafting(name: str) -> tuple[Callable[[], None], Callable[[], None]]:
     served.max_num_reqs, served.num_speculative_steps, served.use_fp64_gumbel, served.is_drawn = 1024, 7, False, True
     served.model, served.device = head, META
     served.drafter = served._make_drafter(head)
-    served.device = torch.device("cuda")
     served.drafts_by_batch = expand_schedule([(1, 32, 7), (33, 256, 3), (257, 1024, 1)], 1024, 7)
     in_blocks = not served.drafter.one_launch
     served.rows_at_once = rows_at_once(head, served.drafts_by_batch, 7, HALF, in_blocks=in_blocks)
+    served.gathered_rows = gathered_rows(head, 7, HALF, True)
+    served.gathering = (whole := head.undivided()), served._make_drafter(whole)
+    served.device = torch.device("cuda")
     served.idx_mapping, served.seeds, served.first_tokens, served.noise_pos = zeros(4, 1024, dtype=LONG)
     served.temperature, served.draft_token_confidence_probs = zeros(1024), zeros(1024, 7)
     served.hidden_states = zeros(1024, sizes["hidden_size"], dtype=HALF)

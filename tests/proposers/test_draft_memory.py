@@ -13,8 +13,12 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from tests.support import forks
 from tests.support.speculators import Setting, batch, drafted, made_heads, speculator
+from vllm_mtpc.config.mtpc_config import HeadConfig
+from vllm_mtpc.heads import build_head
+from vllm_mtpc.kernels.shard import Shard
 from vllm_mtpc.plan.draft_schedule import expand_schedule
-from vllm_mtpc.proposers.config.draft_memory import rows_at_once
+from vllm_mtpc.proposers.config import draft_memory
+from vllm_mtpc.proposers.config.draft_memory import gathered_rows, rows_at_once
 
 SCHEDULE = [(1, 2, 4), (3, 12, 1), (13, 13, 0)]
 BATCH, VOCAB, DRAFTS = 24, 96, 4
@@ -102,6 +106,20 @@ def test_planned_numbers_of_drafts_have_rows_of_their_own() -> None:
         leaf_shard=None, circuit=SimpleNamespace(num_components=2), vocab_size=96, component_rank=None
     )
     assert rows_at_once(head, [0, 7, 7, 3], 7, torch.float32, arms=(0, 1, 3, 7)) == {3: 3, 7: 2, 1: 3}
+
+
+@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize(("options", "gathers"), [({}, 2), ({"component_rank": 16}, 8), ({"token_rank": 32}, 2)])
+def test_small_batches_gather_logits_and_large_ones_divide(size: int, options: dict[str, int], gathers: int) -> None:
+    sizes = {"circuit": "btree", "window": 8, "num_components": 8, "head": "shared", **options}
+    with torch.device("meta"):
+        head = build_head(HeadConfig.create(**sizes, target={"hidden_size": 64, "vocab_size": 128_256}, verifier="x"))
+    assert gathered_rows(head, 7, torch.bfloat16, True) == 0  # one rank
+    head.bind_lm_head(torch.clone, Shard(0, size, 128_256, torch.clone))
+    assert gathers <= gathered_rows(head, 7, torch.bfloat16, True) < 256
+    assert 1 <= gathered_rows(head, 7, torch.bfloat16, False) < 256
+    with mock.patch.object(draft_memory, "LOGITS_BYTES", 1):
+        assert gathered_rows(head, 7, torch.bfloat16, True) == 0
 
 
 @pytest.mark.parametrize("ranges", [SCHEDULE, [(1, 8, 7), (16, 20, 3)], [(1, 1, 5)], [(1, 50, 4), (51, 60, 0)]])

@@ -326,7 +326,7 @@ def steps(place: Path, at_once: int) -> dict[str, Any]:
         return {
             "free": free,
             "pending": pending,
-            "warmed up": sum(len(call.args) == 5 for call in drawn.call_args_list),  # with a mask
+            "warmed up": sum(len(call.args) == 6 for call in drawn.call_args_list),  # with a mask
             "masked": masked,
             "again": torch.stack(again, 1),
             "read": read,

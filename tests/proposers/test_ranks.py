@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from tests.support import forks, speculators
 from tests.support.configs import engine_config
 from tests.support.speculators import Setting, batch, drafted, made_heads, speculator
+from vllm_mtpc.proposers.config import draft_memory
 
 TIMEOUT_S = 1200.0
 VOCAB = 1090  # divided into 2 x 576 columns, of which the second rank has 514 tokens
@@ -34,6 +35,8 @@ HEADS = {
     name: {"head": "shared", "num_components": r, "window": WINDOW, "token_rank": 5 * ("tokens" in name)}
     for name, r in COMPONENTS.items()
 }
+HEADS["low rank"] = {**HEADS["kernel"], "component_rank": 4}
+GATHERED = ("kernel", "kernel with tokens", "low rank")
 
 
 class Target(nn.Module):
@@ -106,6 +109,8 @@ def _drafted(setting: Setting, kind: str) -> tuple[list[Tensor | None], list[int
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(Target, "kind", kind))
         stack.enter_context(mock.patch.object(speculators, "Target", Target))
+        if kind != "gathered":  # small batches too are divided
+            stack.enter_context(mock.patch.object(draft_memory, "GATHER_US", 0))
         made = stack.enter_context(speculator(setting))
         stack.enter_context(mock.patch.object(GroupCoordinator, "all_gather", counting))
         if made.draft_logits is not None:
@@ -120,6 +125,8 @@ CASES = {
     **{f"{name}, plain": (name, None, "plain") for name in COMPONENTS if "tokens" in name},
     "kernel, argmax": ("kernel", GREEDY, "plain"),
     "kernel, forbids a token": ("kernel", None, "forbids a token"),
+    "low rank, plain": ("low rank", None, "plain"),
+    **{f"{name}, gathered": (name, None, "gathered") for name in GATHERED},
     "kernel, bfloat16": ("kernel", {"head_dtype": "bfloat16"}, "plain"),
 }
 
@@ -150,7 +157,9 @@ def test_two_ranks_draft_as_one_rank(name: str, found: dict[int, list[dict[str, 
         assert one is other is None or torch.testing.assert_close(one, other, atol=2e-5, rtol=rtol) is None
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "forbids" not in name])
+@pytest.mark.parametrize(
+    "name", [name for name, (which, _, kind) in CASES.items() if kind in KINDS and which in COMPONENTS]
+)
 def test_communication_is_an_rth_of_the_logits(name: str, found: dict[int, list[dict[str, Any]]]) -> None:
     _, numbers = found[2][0][name]
     r, rows = COMPONENTS[name.partition(",")[0]], 576
@@ -169,6 +178,12 @@ def test_logits_that_the_target_changes_are_gathered(found: dict[int, list[dict[
         (_, _, distribution), numbers = found[size][0]["kernel, forbids a token"]
         assert (distribution[-BATCH:, :DRAFTS, VOCAB - 2] == -torch.inf).all()
         assert numbers == ([BATCH * (1 + DRAFTS) * 32 * 576] if size == 2 else [])
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_logits_of_small_batches_are_gathered_at_once(name: str, found: dict[int, list[dict[str, Any]]]) -> None:
+    _, numbers = found[2][0][f"{name}, gathered"]
+    assert numbers == [BATCH * (1 + DRAFTS) * (1 if name == "low rank" else 32) * 576]
 
 
 def failing_on_rank_1(rank: int, place: Path) -> dict[str, Any]:

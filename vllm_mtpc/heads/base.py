@@ -130,6 +130,10 @@ class Head(nn.Module, ABC):
             evidence, leaf = self.draft_leaves(hidden, first, num_drafts)
         return DraftParams(evidence, leaf, *self.sum_logits(hidden), first, self.bigram(num_drafts), low)
 
+    def undivided(self) -> Head:
+        """Return the head, or with a `leaf_shard` one of the same parameters whose ranks gather the logits."""
+        return self
+
     def bigram(self, num_positions: int | None = None) -> Bigram | None:
         """Return the bigram of `num_positions` positions from the second on (None: all); None with token_rank 0."""
         if self.token_source is None or self.token_target is None:

@@ -18,6 +18,7 @@ B starts as small noise and A at the size of the state: leaves start near the ba
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import ClassVar
@@ -62,10 +63,18 @@ class BorrowedLmHead(Head):
     def bind_lm_head(self, logits: Callable[[Tensor], Tensor], shard: Shard | None = None) -> None:
         """Set the target's lm_head: hidden [..., D] of any float dtype -> logits [..., V], or [..., shard.rows]."""
         self._lm_head, self.leaf_shard = (logits,), shard
-        if shard is not None and self.component_rank:
-            own = self.component_out.detach()[..., shard.start : shard.stop]
-            own = F.pad(own, (0, shard.rows - own.shape[-1]))
-            self.component_out = nn.Parameter(own, requires_grad=False)
+        if shard is not None and self.component_rank:  # every rank has as many columns
+            padding = shard.rows * shard.size - self.vocab_size
+            self.component_out = nn.Parameter(F.pad(self.component_out.detach(), (0, padding)), requires_grad=False)
+
+    def undivided(self) -> Head:
+        """As in Head."""
+        if (shard := self.leaf_shard) is None:
+            return self
+        own, head = self._lm_head[0], copy.copy(self)  # its parameters are those of self, also when they are replaced
+        head._lm_head = (lambda states: shard.whole(own(states).flatten(0, -2)).unflatten(0, states.shape[:-1]),)
+        head.leaf_shard = None
+        return head
 
     def lm_head(self, states: Tensor) -> Tensor:
         """Return the target's logits [..., V] of states [..., D].
@@ -93,7 +102,8 @@ class BorrowedLmHead(Head):
             return base, None
         positions = slice(start, start + states.shape[1])
         low = torch.einsum("bkd,kzcd->kbzc", states[:, :, 0], self.component_in[positions])
-        return base, LowRank(low.transpose(0, 1), self.component_out[positions])
+        begin = 0 if self.leaf_shard is None else self.leaf_shard.start
+        return base, LowRank(low.transpose(0, 1), self.component_out[positions].narrow(2, begin, base.shape[3]))
 
     def draft_leaves(self, hidden: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
         """As in Head; with a shard the logits are this rank's columns [B, K, r, rows]."""
