@@ -6,7 +6,13 @@ The draft (`Head.draft_params`, then `kernels.draft`, as in a CUDA graph of Mode
 pass for CUDA tensors. A dispatch mode counts PyTorch's operations, a replacement of `JITFunction.run` the launches of
 Triton kernels. Each reads its inputs and writes its outputs once, whole but for what `share` names. The ideal reads
 every weight once, writes and reads once the base logits of each position, and writes the conditionals. Milliseconds are
-arithmetic with the constants below, not measurements. Not counted: the gather of rows before the graph, backbones, PTP.
+arithmetic with the constants below, not measurements. Not counted: the gather of rows before the graph.
+
+The layers of `PASSES` are those that are served, with one launch per kernel of vLLM. Attention is an insert and a
+launch, which read and write the rows of the pass; cached keys and values are not counted. A backbone writes the context
+of 1 + K rows per request, reads 1 + K queries and drafts. PTP has adapters on the layers of a target and ends with its
+logits: two passes read x_1 and K auxiliary rows per request; merged is the target's pass over 1 + K rows with 2 K
+auxiliary ones.
 """
 
 from __future__ import annotations
@@ -15,27 +21,39 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from triton.runtime.jit import JITFunction
+from vllm.config import set_current_vllm_config
+from vllm.config.compilation import CompilationMode
+from vllm.distributed import parallel_state
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from benchmarks.draft import weight_bytes
+from vllm_mtpc import demo
 from vllm_mtpc.cli import guard
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.heads import build_head
+from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.base import Head
 from vllm_mtpc.kernels.draft.kernel import Drafter
 from vllm_mtpc.proposers.config.draft_memory import rows_at_once
+from vllm_mtpc.proposers.v2.backbone_speculator import ServedBackbone
+from vllm_mtpc.proposers.v2.lora import Gate, GatedLinear
+from vllm_mtpc.proposers.v2.speculator import replace_attributes
 from vllm_mtpc.report import check_file, print_table, write_json
 
 DRAFTS, WIDTH, DTYPE = 7, 4096, torch.bfloat16
@@ -51,6 +69,15 @@ HEADS: dict[str, dict[str, Any]] = {
 BATCHES, VOCABULARIES = (1, 32, 256), (128256, 151936)
 SETTINGS = {f"shared {name} V={size}": {"V": size, **own} for size in VOCABULARIES for name, own in HEADS.items()}
 SETTINGS["linear btree r=32 V=320"] = {"V": 320, "head": "linear", "num_components": 32}
+# layers of Qwen3 8B: 5 for a backbone, and the 36 of the target
+LAYERS = {"heads": 32, "kv_heads": 8, "head_dim": 128, "width": 12288}
+BACKBONE: dict[str, Any] = {f"backbone_{name}": size for name, size in LAYERS.items()} | {
+    "V": 151936,
+    "head": "backbone",
+}
+BACKBONE |= {"backbone_layers": 5, "aux_hidden_state_layer_ids": [1, 9, 17, 25, 33], **LOW}
+TARGET_LAYERS, LORA_RANK = 36, 16
+PASSES = ("backbone btree r=8 c=16 V=151936", "PTP two passes V=151936", "PTP merged V=151936")
 HEADER = ("head", "B", "operations", "Triton", "MB", "ideal MB", "of ideal", "GFLOP", "ms", "ideal ms")
 NO_LAUNCH = ("aten::empty", "aten::new_empty", "aten::empty_strided", "aten::detach", "aten::_unsafe_view")
 
@@ -63,9 +90,10 @@ class Trace(TorchDispatchMode):
         self.batch, self.count = batch, Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = None if func.namespace == "_C" else func(*args, **(kwargs or {}))  # vLLM's kernels fill an argument
         if not func.is_view and not func.name().startswith(NO_LAUNCH):
-            read = args[1:] if "gather" in func.name() or "index" in func.name() else args  # elements of the first one
+            is_part = any(name in func.name() for name in ("gather", "index", "aten::embedding"))  # of the first one
+            read = args[1:] if is_part else args
             tensors = [one for one in torch.utils._pytree.tree_leaves((read, kwargs, out)) if isinstance(one, Tensor)]
             self.count["operations"] += 1
             self.count["bytes"] += sum(one.numel() * one.element_size() for one in tensors)
@@ -110,21 +138,27 @@ def traced(batch: int) -> Iterator[Counter[str]]:
         yield trace.count
 
 
-def make_head(V: int, **options: Any) -> Head:
-    """Return a head of meta tensors, whose lm_head is one product."""
+def head_config(V: int, **options: Any) -> HeadConfig:
+    """Return the config of a head for a target with V tokens."""
     given = {"circuit": "btree", "head": "shared", "window": 1 + DRAFTS, **options}
     given.setdefault("num_components", 1 if given["circuit"] == "ff" else 8)
-    target = {"vocab_size": V, "hidden_size": WIDTH}
+    return HeadConfig.create(**given, target={"vocab_size": V, "hidden_size": WIDTH}, verifier="-")
+
+
+def make_head(config: HeadConfig) -> Head:
+    """Return a head of meta tensors, whose lm_head is one product."""
     with torch.device("meta"), set_default_torch_dtype(DTYPE):
-        head = build_head(HeadConfig.create(**given, target=target, verifier="-")).requires_grad_(False)
+        head = build_head(config).requires_grad_(False)
         if head.needs_lm_head:
-            lm_head = torch.empty(V, WIDTH, dtype=DTYPE)
+            lm_head = torch.empty(config.vocab_size, WIDTH, dtype=DTYPE)
             head.bind_lm_head(lambda states: F.linear(states.flatten(0, 2), lm_head).unflatten(0, states.shape[:3]))
+        if isinstance(head, BackboneHead):
+            head.bind_embedding(lambda tokens: F.embedding(tokens, lm_head))
     return head
 
 
 def make_draft(head: Head, batch: int) -> Callable[[], None]:
-    """Return the draft of a batch, in the chunks that the speculator makes."""
+    """Return the draft of a batch from states, in the chunks that the speculator makes."""
     size = head.vocab_size
     drafter = Drafter(head.circuit.program, head.circuit.num_components, size, torch.device("cpu"), None)
     in_blocks = not drafter.one_launch
@@ -133,7 +167,8 @@ def make_draft(head: Head, batch: int) -> Callable[[], None]:
     def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    hidden, first, slots, seeds, pos = empty(batch, WIDTH, dtype=DTYPE), *(empty(batch) for _ in range(4))
+    shape = (batch, head.num_queries, WIDTH) if isinstance(head, BackboneHead) else (batch, WIDTH)
+    hidden, first, slots, seeds, pos = empty(*shape, dtype=DTYPE), *(empty(batch) for _ in range(4))
     tokens, confidences = empty(batch, DRAFTS), empty(batch, DRAFTS, dtype=torch.float32)
     temperature, cache = empty(batch, dtype=torch.float32), empty(batch, DRAFTS, size, dtype=DTYPE)
 
@@ -149,9 +184,98 @@ def make_draft(head: Head, batch: int) -> Callable[[], None]:
     return draft
 
 
+def serve_layers(config: HeadConfig, head: Head, own: Counter[str]) -> ServedBackbone:
+    """Return the served layers of a backbone, of meta tensors.
+
+    own: counts of kernels that do not run on meta tensors, of caches, attention and activations.
+    """
+    made = EngineArgs(str(demo.path("target")), max_model_len=64, kv_cache_memory_bytes=1 << 26).create_engine_config()
+    eager = replace_attributes(made.compilation_config, mode=CompilationMode.NONE, custom_ops=["all"])
+    made = replace_attributes(made, compilation_config=eager)
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(parallel_state, "_TP", SimpleNamespace(world_size=1, rank_in_group=0)))
+        for context in (set_current_vllm_config(made), torch.device("meta"), set_default_torch_dtype(DTYPE)):
+            stack.enter_context(context)
+        served = ServedBackbone(config, made).requires_grad_(False)
+        served.load_weights(head.backbone.state_dict())
+
+    def touch(*tensors: Tensor) -> None:
+        own["operations"] += 1
+        own["bytes"] += sum(tensor.nbytes for tensor in tensors)
+
+    def insert(attn: Any, keys: Tensor, values: Tensor, *rest: Any) -> None:
+        touch(keys, values, keys, values)  # read and written
+
+    def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        insert(None, keys, values)
+        touch(queries, queries)
+        return torch.empty_like(queries)
+
+    def activate(gates: Tensor) -> Tensor:
+        half = torch.empty_like(gates.chunk(2, dim=-1)[0])
+        touch(gates, half)
+        return half
+
+    for layer in served.layers:
+        layer.self_attn.attn.forward, layer.mlp.act_fn.forward = attend, activate
+        layer.self_attn.attn.impl = SimpleNamespace(do_kv_cache_update=insert)
+    for module in served.modules():
+        if isinstance(module, LinearBase):
+            module.cpu_linear = F.linear  # in the place of vLLM's packed products on a CPU
+    return served
+
+
+def adapt_layers(layers: nn.ModuleList, gate: Gate) -> None:
+    """Give every linear layer adapters on the rows of `gate`."""
+    for parent in (part for layer in layers for part in (layer.self_attn, layer.mlp)):
+        for name, base in list(parent.named_children()):
+            if isinstance(base, LinearBase):
+                sizes = getattr(base, "output_sizes", None) or [base.output_size]
+                with torch.device("meta"), set_default_torch_dtype(DTYPE):
+                    parts = [(torch.empty(LORA_RANK, base.input_size), torch.empty(size, LORA_RANK)) for size in sizes]
+                setattr(parent, name, GatedLinear(name, base, parts, 1.0, gate))
+
+
+def measure_pass(name: str, batch: int) -> dict[str, Any]:
+    """Count a backbone head or PTP at one batch size."""
+    is_backbone, own, gate = name.startswith("backbone"), Counter[str](), Gate()
+    config = head_config(**BACKBONE)
+    head, rows = make_head(config), batch * (1 + DRAFTS)
+    served, draft = serve_layers(config, head, own), make_draft(head, batch)
+    if not is_backbone:
+        adapt_layers(served.layers, gate)
+        served.layers = nn.ModuleList([served.layers[0]] * TARGET_LAYERS)
+        gate.choose(0, batch, 1 + DRAFTS, lead=1)
+    if name.startswith("PTP merged"):
+        gate.choose(rows, 1, 2 * batch * DRAFTS)
+        rows += 2 * batch * DRAFTS
+
+    def empty(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    positions, first = empty(rows, dtype=torch.int64), empty(batch, dtype=torch.int64)
+    with torch.no_grad(), mock.patch.object(torch.Tensor, "is_cuda", True), traced(batch) as count:
+        if is_backbone:
+            aux = torch.cat([empty(rows, WIDTH) for _ in config.aux_hidden_state_layer_ids], dim=-1)
+            served.write_context(torch.mm(aux, served.fc.weight.T), positions, [positions] * len(served.layers))
+            served(positions, head.queries(first).flatten(0, 1))
+            draft()
+        else:
+            served(positions, empty(rows, WIDTH))
+            F.linear(empty(batch * DRAFTS, WIDTH), empty(config.vocab_size, WIDTH))
+    count.update(own)
+    parts = [served] if is_backbone else served.layers
+    weights = sum(tensor.numel() for part in parts for tensor in chain(part.parameters(), part.buffers()))
+    logits, lm_head = batch * DRAFTS * config.vocab_size, config.vocab_size * WIDTH
+    ideal = DTYPE.itemsize * (weights + lm_head + (3 if is_backbone else 2) * logits)
+    return figures(name, batch, count, ideal, 2 * (rows * weights + logits * WIDTH))
+
+
 def measure(name: str, batch: int) -> dict[str, Any]:
-    """Count one head at one batch size."""
-    head = make_head(**SETTINGS[name])
+    """Count one head or pass at one batch size."""
+    if name in PASSES:
+        return measure_pass(name, batch)
+    head = make_head(head_config(**SETTINGS[name]))
     draft = make_draft(head, batch)
     with torch.no_grad(), mock.patch.object(torch.Tensor, "is_cuda", True), traced(batch) as count:
         draft()
@@ -161,6 +285,11 @@ def measure(name: str, batch: int) -> dict[str, Any]:
     logits = batch * positions * leaves * head.vocab_size * DTYPE.itemsize
     conditionals = batch * DRAFTS * head.vocab_size * DTYPE.itemsize
     ideal = weight_bytes(head, DRAFTS) + 2 * logits + conditionals
+    return figures(name, batch, count, ideal, products)
+
+
+def figures(name: str, batch: int, count: Counter[str], ideal: int, products: int) -> dict[str, Any]:
+    """Return a row of the table; ideal, products: least bytes and FLOPs."""
     launches = count["operations"] + count["triton"]
     ms = 1e3 * (max(count["bytes"] / BYTES_PER_S, count["flops"] / FLOPS_PER_S) + LAUNCH_S * launches)
     best = 1e3 * max(ideal / BYTES_PER_S, products / FLOPS_PER_S)
@@ -182,7 +311,7 @@ def line(row: dict[str, Any]) -> list[str]:
 def run(args: argparse.Namespace) -> int:
     """Count every head; print a table and write JSON."""
     check_file(args.json)
-    rows = [measure(name, batch) for name in SETTINGS for batch in BATCHES]
+    rows = [measure(name, batch) for name in (*SETTINGS, *PASSES) for batch in BATCHES]
     print_table(f"a draft of K={DRAFTS}, D={WIDTH}, bfloat16; ms by arithmetic", HEADER, [line(row) for row in rows])
     if args.json:
         write_json(args.json, {"kind": "launches", **provenance.collect(), "drafts": DRAFTS, "rows": rows})

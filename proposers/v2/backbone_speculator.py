@@ -4,9 +4,9 @@ The layers of a backbone (`vllm_mtpc/heads/backbone.py`) are vLLM's own, with ca
 sharded over tensor-parallel ranks. Embeddings and lm_head are the target's.
 
 Algorithm, after every target forward pass, for all rows of its batch:
-  1. context: the target's auxiliary hidden states go through one product, and each layer writes keys and values of the
-     result to its cache at the target's slots. Rows of rejected drafts write wrong ones, at positions that the queries
-     and then the next step write again before they read.
+  1. context: the target's auxiliary hidden states go through one product, and a second one computes from its normalised
+     result the keys and values of all layers, which each layer's cache stores at the target's slots. Rows of rejected
+     drafts store wrong ones, at positions that the queries and then the next step write again before they read.
   2. queries: [x_1 | masks] of every request at the positions after its last row, in one pass. Their keys and values go
      to slots that the scheduler reserves (`num_lookahead_tokens`). Each query reads the text and all other queries. The
      states after the final norm are the head's input.
@@ -70,28 +70,28 @@ class ServedBackbone(nn.Module):
         )
         self.fc = nn.Linear(len(config.aux_hidden_state_layer_ids) * size, size, bias=False).requires_grad_(False)
         self.hidden_norm, self.norm = RMSNorm(size, eps), RMSNorm(size, eps)
+        self.key_norm = RMSNorm(config.backbone_head_dim, eps, has_weight=False)
         self.mask_embedding = nn.Parameter(torch.empty(size), requires_grad=False)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Load this rank's part of the checkpoint's tensors, and copy the rows of qkv_proj that the context needs."""
+        """Load this rank's part of the checkpoint's tensors, and copy what the context needs of all layers."""
         AutoWeightsLoader(self).load_weights(weights.items(), mapper=DFlashQwen3Model.hf_to_vllm_mapper)
-        for layer in self.layers:
-            attention = layer.self_attn
-            rows = attention.qkv_proj.weight[attention.q_size :].clone()
-            attention.register_buffer("context_weight", rows, persistent=False)
+        each = [layer.self_attn for layer in self.layers]
+        rows = torch.cat([attention.qkv_proj.weight.data[attention.q_size :] for attention in each])
+        self.register_buffer("context_weight", rows, persistent=False)  # [L * (keys, values) * kv heads * head_dim, D]
+        norms = torch.stack([attention.k_norm.weight.data for attention in each])
+        self.register_buffer("key_norms", norms[:, None], persistent=False)  # [L, 1, head_dim]
 
     def write_context(self, states: Tensor, positions: Tensor, slots: list[Tensor] | None) -> None:
         """Write keys and values of states [T, D], the output of `fc`, to each layer's slots [T]; None: only compute."""
-        states = self.hidden_norm(states)
-        for index, layer in enumerate(self.layers):
-            attention = layer.self_attn
-            shape = len(states), attention.num_kv_heads, attention.head_dim
-            keys, values = F.linear(states, attention.context_weight).split(attention.kv_size, dim=-1)
-            keys = attention.k_norm(keys.view(shape)).view(len(states), -1)
-            keys = attention.rotary_emb(positions, keys)[0]
-            if slots is not None:
-                attn = attention.attn
-                attn.impl.do_kv_cache_update(attn, keys.view(shape), values.view(shape), attn.kv_cache, slots[index])
+        own = self.layers[0].self_attn
+        rows = F.linear(self.hidden_norm(states), self.context_weight)
+        keys, values = rows.view(len(states), len(self.layers), 2, own.num_kv_heads, own.head_dim).unbind(2)
+        keys = self.key_norm(keys).mul_(self.key_norms)
+        keys = own.rotary_emb(positions, keys.flatten(1))[0].view_as(keys)  # all layers' keys, as heads of one token
+        for index, slot in enumerate(slots or ()):
+            attn = self.layers[index].self_attn.attn
+            attn.impl.do_kv_cache_update(attn, keys[:, index], values[:, index], attn.kv_cache, slot)
 
     def forward(self, positions: Tensor, queries: Tensor) -> Tensor:
         states, residual = queries, None
@@ -157,10 +157,14 @@ class BackboneSpeculator(MtpcSpeculator):
         draft, num_rows = super()._prepare_capture(num_reqs, num_drafts), self._max_graph_rows(num_reqs)
         self.block_tables.slot_mappings.fill_(PAD_SLOT_ID)  # nothing is written
         upper = torch.full((num_reqs,), self.max_model_len, dtype=torch.int32)
-        self._prepare_queries(upper, for_capture=True)
+        self._place_queries(num_reqs)
+        self._build_query_metadata(upper, for_capture=True)
+        metadata, groups = self.metadata, [group for groups in self.attn_groups for group in groups]
 
         def run() -> None:
             self._write_context(0, num_rows)
+            for group in groups if self.supports_decode_metadata_update else ():
+                group.update_draft_decode_metadata(metadata)
             draft()
 
         return run
@@ -178,18 +182,17 @@ class BackboneSpeculator(MtpcSpeculator):
         self._write_context(0, self.unwritten)
 
     def _prepare_inputs(self, input_batch: InputBatch, graph: Any) -> None:
-        num_reqs = input_batch.num_reqs
-        upper = (input_batch.seq_lens_cpu_upper_bound[:num_reqs] + self.num_queries).clamp(max=self.max_model_len)
-        if graph is not None:
-            upper = F.pad(upper, (0, graph.num_reqs - num_reqs), value=self.num_queries)
-        self._prepare_queries(upper)
+        num_reqs = input_batch.num_reqs if graph is None else graph.num_reqs
+        self._place_queries(num_reqs)
+        if graph is None or not self.supports_decode_metadata_update:  # else the graph updates that of its capture
+            upper = input_batch.seq_lens_cpu_upper_bound[: input_batch.num_reqs] + self.num_queries
+            upper = F.pad(upper.clamp(max=self.max_model_len), (0, num_reqs - len(upper)), value=self.num_queries)
+            self._build_query_metadata(upper)
         self._write_context(0 if graph is None else self._max_graph_rows(graph.num_reqs), self.unwritten)
         self.unwritten = 0
 
-    def _prepare_queries(self, upper: Tensor, for_capture: bool = False) -> None:
-        """Set the inputs of the queries' pass; upper: [R], on the host, bounds on the length of each request."""
-        tables, num_reqs = self.block_tables, len(upper)
-        num_rows = num_reqs * self.num_queries
+    def _place_queries(self, num_reqs: int) -> None:
+        tables = self.block_tables
         for group in set(self.group_of):
             place_query_rows[(num_reqs,)](
                 slot_ptr=self.idx_mapping,
@@ -206,15 +209,19 @@ class BackboneSpeculator(MtpcSpeculator):
                 PAD=PAD_SLOT_ID,
                 BLOCK=triton.next_power_of_2(self.num_queries),
             )
+
+    def _build_query_metadata(self, upper: Tensor, for_capture: bool = False) -> None:
+        """Set the attention metadata of the queries; upper: [R], on the host, bounds on the length of each request."""
+        num_reqs = len(upper)
         self._build_metadata(
             self.attn_groups,
-            num_rows,
+            num_reqs * self.num_queries,
             upper,
             query_start_loc_gpu=self.starts[: num_reqs + 1],
             query_start_loc_cpu=torch.arange(num_reqs + 1, dtype=torch.int32) * self.num_queries,
             max_query_len=self.num_queries,
             seq_lens=self.ends[:num_reqs],
-            block_tables=[table[:num_reqs] for table in tables.input_block_tables],
+            block_tables=[table[:num_reqs] for table in self.block_tables.input_block_tables],
             is_prefilling=self.draft_is_prefilling[:num_reqs],
             for_cudagraph_capture=for_capture,
             causal=False,

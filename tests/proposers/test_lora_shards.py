@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor import parameter
 from vllm.model_executor.layers import linear
 
+from tests.support.operations import Operations
 from vllm_mtpc.proposers.v2.lora import Gate, GatedLinear, adapt_linear
 
 HIDDEN, INNER, HEAD, HEADS, KV_HEADS, RANK = 16, 24, 4, 4, 2, 3
@@ -80,19 +80,6 @@ def test_ranks_with_a_split_input_sum_to_the_adapter(size: int, monkeypatch: pyt
     (down, up) = stored("down_proj")["down_proj"]
     for layer in layers:
         torch.testing.assert_close(low @ layer.up.T, x @ down.T @ up.T)
-
-
-class Operations(TorchDispatchMode):
-    """The operations that launch a kernel: all but views."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not func.is_view:
-            self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("start, groups, width, lead", [(0, 3, 4, 1), (5, 1, 7, 0), (2, 2, 5, 2)])
