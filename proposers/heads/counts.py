@@ -24,7 +24,7 @@ TIMES = ("step_us", "trial_us")  # microseconds of decoding, and what trials of 
 NAMES = ("steps", *PRUNED_BY, *(f"{kind} {what}" for kind in CLASSES for what in OF_CLASS), *TIMES)
 COSTS = "vllm_mtpc_costs"  # attribute of the first ModelRunnerOutput on CUDA: milliseconds of steps
 DRAFTS = "vllm_mtpc_drafts"  # attribute of a ModelRunnerOutput on V1: vLLM's DraftTokenIds
-PRUNED = "vllm_mtpc_pruned"  # attribute of a ModelRunnerOutput: pruned drafts by reason
+PRUNED = "vllm_mtpc_pruned"  # attribute of a ModelRunnerOutput on V1: pruned drafts by reason
 MINUTE = 60.0
 
 
@@ -62,15 +62,6 @@ def count_by_class(kinds: Mapping[str, str], verified: Mapping[str, Any], output
                 counts[f"{kind} draft_tokens"] += len(verified.get(name, ()))
                 counts[f"{kind} accepted_tokens"] += len(tokens) - 1
     return counts
-
-
-def attach_counts(output: Any, drafter: Any) -> Any:
-    """Return the output of a step of either runner, with its pruned drafts."""
-    made = getattr(output, "model_runner_output", output)  # of asynchronous scheduling
-    if getattr(made, "req_ids", None) and hasattr(drafter, "pruned"):
-        setattr(made, PRUNED, dict(drafter.pruned))
-        drafter.pruned.clear()
-    return output
 
 
 def logging_class(original: Any) -> type:

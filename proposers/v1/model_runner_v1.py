@@ -18,7 +18,7 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_mtpc.proposers.heads.counts import DRAFTS, attach_counts
+from vllm_mtpc.proposers.heads.counts import DRAFTS, PRUNED
 from vllm_mtpc.proposers.v1.proposer import draw_numbers, sample_tokens
 
 
@@ -97,9 +97,13 @@ class HeadModelRunner(GPUModelRunner):
         return self.sample_tokens(None)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Return the output with the drafts, for which vLLM calls the worker once more."""
-        output = attach_counts(super().sample_tokens(grammar_output), self.drafter)
-        taken = self.take_draft_token_ids() if output.req_ids else None
+        """Return the output with the pruned drafts, and with the drafts, for which vLLM calls the worker once more."""
+        output = super().sample_tokens(grammar_output)
+        if not output.req_ids:
+            return output
+        setattr(output, PRUNED, dict(self.drafter.pruned))
+        self.drafter.pruned.clear()
+        taken = self.take_draft_token_ids()
         if taken is not None and any(taken.draft_token_ids):  # else the scheduler would read lists of nothing
             setattr(output, DRAFTS, taken)
         return output

@@ -89,34 +89,27 @@ class MtpcProposer:
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         spec, self.vllm_config = vllm_config.speculative_config, vllm_config
-        self.folder, self.head_dtype = spec.model_folder, spec.head_dtype
-        self.num_drafts, self.target_dtype = spec.num_speculative_tokens, vllm_config.model_config.dtype
+        self.num_drafts, self.head_dtype = spec.num_speculative_tokens, spec.head_dtype
+        self.target_dtype = vllm_config.model_config.dtype
         self.is_probabilistic = spec.draft_sample_method == "probabilistic"
-        max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self.min_acceptance = spec.min_acceptance or 0.0
-        self.confidence = torch.ones(max_num_reqs, self.num_drafts)  # of each draft, written while it is made
         self.made: dict[str, int] = {}  # drafts by request that the scheduler received after the last step
         self.asked: dict[str, int] = {}  # by request that asked for fewer drafts than the engine makes
         self.pruned = Counter[str]()
         self.grammars = Grammars(vllm_config, is_masking=spec.mask_drafts)
-        if self.is_probabilistic:
-            self.draft_probs = torch.zeros(max_num_reqs, self.num_drafts, spec.head.vocab_size, dtype=torch.float32)
 
     def load_model(self, target_model: nn.Module) -> None:
-        self.model, device = self._load_head(self.folder, target_model), next(target_model.parameters()).device
-        self.confidence = self.confidence.to(device)
+        spec, device = self.vllm_config.speculative_config, next(target_model.parameters()).device
+        self.model = self._load_head(spec.model_folder, target_model)
+        shape = self.vllm_config.scheduler_config.max_num_seqs, self.num_drafts
+        self.confidence = torch.ones(shape, device=device)  # of each draft, written while it is made
         if self.is_probabilistic:
-            self.draft_probs = self.draft_probs.to(device)
+            self.draft_probs = torch.zeros(*shape, self.model.vocab_size, dtype=torch.float32, device=device)
         log_drafts(self.vllm_config, "NONE")
 
     def prepare_swap(self, spec: Any, target_model: nn.Module) -> Callable[[], None]:
         """Load the head of another configuration; return what makes it the served one (heads/swap.py)."""
-        head = self._load_head(spec.model_folder, target_model)
-
-        def commit() -> None:
-            self.model, self.folder = head, spec.model_folder
-
-        return commit
+        return partial(setattr, self, "model", self._load_head(spec.model_folder, target_model))
 
     def _load_head(self, folder: str, target_model: nn.Module) -> Head:
         device, target_dtype = next(target_model.parameters()).device, self.target_dtype

@@ -9,7 +9,7 @@ from vllm.v1.worker.gpu.lora_utils import LoraState
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_mtpc.plan.draft_schedule import KEY
-from vllm_mtpc.proposers.heads.counts import COSTS, attach_counts
+from vllm_mtpc.proposers.heads.counts import COSTS
 from vllm_mtpc.proposers.heads.grammar_masks import StructuredRequests
 from vllm_mtpc.proposers.v2.step_costs import measure_costs
 
@@ -51,7 +51,7 @@ class HeadModelRunner(GPUModelRunner):
             structured.add(scheduler_output.scheduled_new_reqs)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        output = attach_counts(super().sample_tokens(grammar_output), self.speculator)
+        output = super().sample_tokens(grammar_output)
         if self.costs is not None and output is not None:
             setattr(getattr(output, "model_runner_output", output), COSTS, self.costs)
             self.costs = None

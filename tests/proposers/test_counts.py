@@ -111,14 +111,6 @@ def test_scheduler_counts_unscheduled_drafts_on_model_runner_v2() -> None:
     assert +counts.read_counts(stats) == {"steps": 2, "schedule": 2, "request": 2}
 
 
-def test_output_of_a_step_has_its_pruned_drafts() -> None:
-    inner = SimpleNamespace(req_ids=["a"])
-    asynchronous = SimpleNamespace(model_runner_output=inner)
-    drafter = SimpleNamespace(pruned=Counter(budget=1))
-    assert counts.attach_counts(asynchronous, drafter) is asynchronous
-    assert getattr(inner, counts.PRUNED) == {"budget": 1} and not drafter.pruned
-
-
 def test_counts_travel_between_processes() -> None:
     """As vLLM sends them, without a field that its classes do not have."""
     stats = SpecDecodingStats.new(3)

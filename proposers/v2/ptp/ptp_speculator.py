@@ -32,14 +32,13 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_mtpc.checkpoint.ptp_head import load_ptp
 from vllm_mtpc.heads.ptp.distribution import draft_tokens, reads_u
-from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.proposers.config.switches import logger
 from vllm_mtpc.proposers.heads.load import kept
 from vllm_mtpc.proposers.heads.swap import copy_tensors
 from vllm_mtpc.proposers.v2.lora import Gate, prepare_adapters
 from vllm_mtpc.proposers.v2.ptp.groups import GroupBlocks, Writes, build_student, check_attention
 from vllm_mtpc.proposers.v2.speculator import DraftGraphs, HeadSpeculator, replace_attributes
-from vllm_mtpc.proposers.v2.verification import CoupledRejectionSampler, u_of
+from vllm_mtpc.proposers.v2.verification import CoupledRejectionSampler, pick_tokens, u_of
 
 # Attention backends that plan nothing on the host, so that a CUDA graph can hold the student's pass
 CAPTURED = ("FLASH_ATTN", "TRITON_ATTN")
@@ -264,8 +263,7 @@ class PtpSpeculator(HeadSpeculator):
         rows = slots, slots, slots_np, prefix, self.first_tokens[:num_reqs], zeros
         upper = input_batch.seq_lens_cpu_upper_bound.numpy()[:num_reqs] + 1
         processed = self.sampler.apply_sampling_params(logits, *rows, upper)
-        picked = pick(processed.float(), self._compute_u(prefix[:, None], slots)[:, 0])
-        return torch.where(self._is_greedy(slots), logits.argmax(dim=-1), picked)
+        return pick_tokens(processed, self.sampler.sampling_states, slots, prefix)
 
     def _sample_parallel(self, logits: Tensor, keys: Tensor, slots: Tensor) -> Tensor:
         """Return drafts [R, k] from logits [R, k, V], which include the temperature; keys: position before each."""
