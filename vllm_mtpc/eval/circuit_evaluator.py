@@ -63,6 +63,9 @@ class MtpcEvaluator(Evaluator):
         contexts = collect(self.head, self.target, self._read(samples), sampling, num_drafts)
         return Evaluation(sampling.temperature, summarise(contexts), summarise(contexts, overlap=False))
 
+    def metrics(self, result: Evaluation) -> Metrics:
+        return result.expected
+
     def title(self, num_drafts: int) -> str:
         config = self.config
         return f"{self.folder}: {config.circuit}, n={config.window}, r={config.num_components}, K={num_drafts} drafts"

@@ -127,6 +127,9 @@ class Evaluator(Protocol):
     def evaluate(self, samples: Samples, sampling: Sampling, num_drafts: int, seed: int) -> Any:
         """Evaluate the head on text of the target; the result has the field `temperature`."""
 
+    def metrics(self, result: Any) -> StepMetrics:
+        """Return the expected tokens/step of the result of one temperature."""
+
     def title(self, num_drafts: int) -> str:
         """Describe the head in one line."""
 

@@ -70,6 +70,9 @@ class PtpEvaluator(Evaluator):
         metrics = rule.measure_ptp(self.student, samples, sampling, num_drafts, seed)
         return PtpEvaluation(sampling.temperature, metrics, rule.uses_u(metrics))
 
+    def metrics(self, result: PtpEvaluation) -> PtpMetrics:
+        return result.figures
+
     def title(self, num_drafts: int) -> str:
         config = self.config
         return f"{self.folder}: {config.variant}, n={config.window}, r={config.lora_rank}, K={num_drafts} drafts"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -14,8 +13,6 @@ from vllm_mtpc.circuits import get_circuit
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.data.rows import Rows
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.eval.acceptance import measure
-from vllm_mtpc.eval.text import Samples, with_backbone, with_draft_layers
 from vllm_mtpc.families import FAMILIES
 from vllm_mtpc.heads import COMPONENTS, HEADS, build_head, check_head_name, default_head, head_options
 from vllm_mtpc.heads.adapters import DraftLayers
@@ -151,14 +148,3 @@ class CircuitTrainer(Trainer):
         with torch.device("meta"):
             self.head = build_head(self.config)
         self.head.load_state_dict(weights, assign=True)
-
-    def measure(self, samples: dict[str, Samples]) -> dict[str, Any]:
-        _, head = load_head(self.options.out)
-        bind(head, self.target)
-        head, results = head.to(self.target.device), {}
-        for name, some in samples.items():
-            read = some if self.layers is None else with_draft_layers(some, self.layers)
-            if isinstance(head, BackboneHead):
-                read = with_backbone(some, head, self.target)
-            results[name] = asdict(measure(head, self.target, read, self.samplings()[name]))
-        return results

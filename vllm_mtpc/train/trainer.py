@@ -15,6 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from vllm_mtpc.checkpoint.locate import verifier_name
 from vllm_mtpc.data.rows import Rows
 from vllm_mtpc.data.sources import Documents
+from vllm_mtpc.eval.evaluator import attach
 from vllm_mtpc.eval.text import Samples, Sampling, generate, prompts
 from vllm_mtpc.hf import Target, check_length
 from vllm_mtpc.plots.draw import plot_acceptance, plot_loss
@@ -271,9 +273,13 @@ class Trainer(ABC):
         """Return the sampling of the texts that the head is measured on, by name of the result."""
         return {"t1": Sampling(1.0), "t0": Sampling(0.0)}
 
-    @abstractmethod
     def measure(self, samples: dict[str, Samples]) -> dict[str, Any]:
         """Return the expected tokens/step of the head in the out folder, by temperature, for provenance.json."""
+        evaluator, results = attach(self.options.out, self.target), {}
+        for name, some in samples.items():
+            found = evaluator.evaluate(some, self.samplings()[name], self.options.window - 1, self.options.seed)
+            results[name] = asdict(evaluator.metrics(found))
+        return results
 
     def comments(self, results: Mapping[str, Any]) -> list[str]:
         """Return lines to print about the results."""

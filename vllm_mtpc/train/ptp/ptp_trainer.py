@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,11 @@ from torch import Tensor
 
 from vllm_mtpc.checkpoint import read_config, resolve_head
 from vllm_mtpc.checkpoint.locate import PROVENANCE_FILE
-from vllm_mtpc.checkpoint.ptp_head import load_ptp, load_student, save_ptp
+from vllm_mtpc.checkpoint.ptp_head import load_ptp, save_ptp
 from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.data.rows import Rows
 from vllm_mtpc.engine.provenance import public
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.eval.ptp_acceptance import measure_ptp
 from vllm_mtpc.eval.text import Samples, Sampling
 from vllm_mtpc.files import read_json
 from vllm_mtpc.heads.ptp.student import Student
@@ -124,12 +122,9 @@ class PtpTrainer(Trainer):
         return {"t1": Sampling(options.temperature, options.top_p, top_k=options.top_k), "t0": Sampling(0.0)}
 
     def measure(self, samples: dict[str, Samples]) -> dict[str, Any]:
-        student, results, ways = load_student(self.options.out, self.target), {}, self.samplings()
-        for name, some in samples.items():
-            how = {"num_drafts": self.options.window - 1, "seed": self.options.seed}
-            results[name] = asdict(measure_ptp(student, some, ways[name], **how))
-            if name in self.baseline:
-                results[name]["baseline_tokens_per_step"] = self.baseline[name]["tokens_per_step"]
+        results = super().measure(samples)
+        for name in results.keys() & self.baseline.keys():
+            results[name]["baseline_tokens_per_step"] = self.baseline[name]["tokens_per_step"]
         return results
 
     def comments(self, results: Mapping[str, Any]) -> list[str]:
