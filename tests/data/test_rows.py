@@ -95,7 +95,7 @@ def test_rows_are_full() -> None:
     [
         ([[True], [True], []], 8, "none of 3 document"),
         ([[True, False, False]], 8, "assistant's turn"),  # only the first token is trained
-        ([[True] * 5], 1, "seq_len of 2 or more"),
+        ([[True] * 5], 1, "none of 1 document"),
         ([], 8, "none of 0 document"),
     ],
 )

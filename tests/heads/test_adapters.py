@@ -124,8 +124,6 @@ def test_adapters_of_a_bfloat16_target_are_float32(folder: Path) -> None:
 @pytest.mark.parametrize(
     "sizes, arguments, words",
     [
-        ({}, {"layers": 3}, ["lora_layers=3", "1, 2 and 4"]),
-        ({}, {"layers": 0}, ["lora_layers=0", "1, 2 and 4"]),
         ({"num_hidden_layers": 2}, {"layers": 2}, ["2 layers", "lower lora_layers"]),
         ({"model_type": "gpt2", "n_layer": 3}, {"layers": 1}, ["GPT2Model", "lora_layers to 0"]),
     ],

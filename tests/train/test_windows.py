@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_mtpc.data.rows import Rows
-from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.train.windows import WindowSource, eligible, window_states, window_tokens
 
 S = 12
@@ -126,8 +125,3 @@ def test_processes_divide_every_step(world):
         batches = source(rank=rank, world=world).batches()
         counts.append([next(batches).counts.tolist() for _ in range(12)])
     assert all(count == counts[0] for count in counts)  # every process knows the counts of the whole step
-
-
-def test_data_without_window_is_refused():
-    with pytest.raises(MtpcError, match="documents of two tokens or more"):
-        WindowSource(Numbered(make_rows([[1] * S])), 3, 5, 3, 0)

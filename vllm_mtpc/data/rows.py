@@ -42,10 +42,8 @@ def pack(documents: Documents, seq_len: int, window: int, seed: int) -> tuple[Ro
     trained token after their first are dropped. The seed decides the order of the rows.
 
     Raises:
-        UsageError: No document is left, or `seq_len` is below 2.
+        UsageError: No document is left.
     """
-    if seq_len < 2:
-        raise UsageError(f"seq_len={seq_len}: a window needs two tokens; give seq_len of 2 or more")
     pieces = [
         (index, tokens[begin : begin + seq_len], trained[begin : begin + seq_len])
         for index, (tokens, trained) in enumerate(documents)

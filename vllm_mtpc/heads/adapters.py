@@ -148,13 +148,11 @@ class DraftLayers(AdaptedLayers):
         alpha: PEFT's lora_alpha.
 
     Raises:
-        HeadConfigError: the number of layers is not allowed, or the target's layers cannot be separated.
+        HeadConfigError: the target has too few layers, or they cannot be separated.
     """
 
     def __init__(self, target: Any, layers: int, rank: int = 16, alpha: float = 16) -> None:
         super().__init__(target)
-        if layers not in ALLOWED_LAYERS:
-            raise HeadConfigError(f"lora_layers={layers}: allowed are 1, 2 and 4 (and 0: none); set lora_layers to one")
         backbone = layered_backbone(target)
         total, first = len(backbone.layers), len(backbone.layers) - layers
         if first < 1:

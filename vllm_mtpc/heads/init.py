@@ -25,27 +25,17 @@ def init_from_lm_head(head: Head, weight: Tensor, seed: int) -> None:
         head: its leaves are written.
         weight: [V, D] or [blocks * V, D]: position i starts from block i, or the last (EvaByte predicts 8 tokens).
         seed: of the noise that makes components differ.
-
-    Raises:
-        HeadConfigError: the weight has another size.
     """
-    rows, width = weight.shape
-    if width != head.hidden_size or rows == 0 or rows % head.vocab_size:
-        raise HeadConfigError(
-            f"lm_head of {rows} x {width} for a head with vocab_size={head.vocab_size}, "
-            f"hidden_size={head.hidden_size}: its rows must be a multiple of vocab_size and its width hidden_size; "
-            "build the head from this target's config"
-        )
     if head.needs_lm_head:
         return
-    blocks = weight.view(-1, head.vocab_size, width)
+    blocks = weight.view(-1, head.vocab_size, head.hidden_size)
     if len(blocks) > 1:
         position = torch.arange(head.circuit.window, device=weight.device)
         blocks = blocks[position.clamp(max=len(blocks) - 1), None]
     noise = weight.new_zeros(())
     if head.circuit.num_components > 1:
         noise = torch.randn(head.leaf_weight.shape, generator=torch.Generator().manual_seed(seed))
-    head.leaf_weight.copy_(blocks + noise.to(weight) * (INIT_STD * width**-0.5))
+    head.leaf_weight.copy_(blocks + noise.to(weight) * (INIT_STD * head.hidden_size**-0.5))
 
 
 @torch.no_grad()

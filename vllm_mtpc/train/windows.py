@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from vllm_mtpc.data.rows import Rows, eligible
-from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.train.cache import HiddenSource
 
 
@@ -60,11 +59,7 @@ def window_states(hidden: Tensor, row: Tensor, start: Tensor, window: int) -> Te
 
 @dataclass
 class WindowSource:
-    """The steps of a run, shared by `world` processes, of which this one is `rank`.
-
-    Raises:
-        MtpcError: No window can start in the data.
-    """
+    """The steps of a run, shared by `world` processes, of which this one is `rank`."""
 
     source: HiddenSource  # rows and their hidden states
     window: int  # n, tokens of a window
@@ -78,8 +73,6 @@ class WindowSource:
     def __post_init__(self) -> None:
         self.starts = eligible(self.source.rows)  # [N, S]
         self.per_row = self.starts.sum(1)  # [N]
-        if not int(self.per_row.sum()):
-            raise MtpcError("the data has no window: give documents of two tokens or more")
         self._held: tuple[Tensor, Tensor] | None = None  # rows of the current block, and their hidden states
 
     def blocks(self, epoch: int) -> list[Tensor]:
