@@ -1,8 +1,8 @@
 """Families of heads by their method, the name in vLLM's `speculative_config`.
 
 An entry names objects as "module:name", which are imported on first use:
-`FAMILIES[config.speculators_model_type].load(folder)`. Other modules never compare the method of a head. This module
-imports nothing of the package, so that every package can import it.
+`FAMILIES[config.speculators_model_type].check(folder, config)`. Other modules never compare the method of a head. This
+module imports nothing of the package, so that every package can import it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ class Family:
 
     config: pydantic model of `config.json`, a subclass of `vllm_mtpc.config.base.AnyHeadConfig`
     check: (folder, config) -> Adapters | None; raises CheckpointError for tensors that do not fit the config
-    load: (folder, dtype, device) -> the head
     evaluator: the Evaluator of `vllm-mtpc eval` and `doctor`
     trainer: the Trainer of `vllm-mtpc train`
     serving: the class of vLLM's speculative config, which names its speculator
@@ -35,7 +34,6 @@ FAMILIES = {
     "mtpc": Family(
         config="vllm_mtpc.config.mtpc_config:HeadConfig",
         check="vllm_mtpc.checkpoint.load:check_head",
-        load="vllm_mtpc.checkpoint.load:load_head",
         evaluator="vllm_mtpc.eval.circuit_evaluator:MtpcEvaluator",
         trainer="vllm_mtpc.train.circuit_trainer:CircuitTrainer",
         serving="vllm_mtpc.proposers.config.circuit_options:MtpcSpeculativeConfig",
@@ -43,7 +41,6 @@ FAMILIES = {
     "ptp": Family(
         config="vllm_mtpc.config.ptp_config:PtpConfig",
         check="vllm_mtpc.checkpoint.ptp_head:check_ptp",
-        load="vllm_mtpc.checkpoint.ptp_head:load_ptp",
         evaluator="vllm_mtpc.eval.ptp_evaluator:PtpEvaluator",
         trainer="vllm_mtpc.train.ptp.ptp_trainer:PtpTrainer",
         serving="vllm_mtpc.proposers.config.ptp_options:PtpSpeculativeConfig",

@@ -7,13 +7,10 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.errors import UsageError
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 SERVED = "bench serve"  # the kind of the results that `vllm-mtpc plot` draws
 
@@ -50,24 +47,17 @@ def _check_place(path: Path, folder: Path, flag: str) -> None:
 
 def write_json(file: Path, values: dict[str, Any]) -> None:
     """Write a result to a file that `check_file` has checked."""
-    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-
-
-def console() -> Console:
-    """Return the console of tables: as wide as the terminal, 120 columns in a file."""
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else 120, highlight=False)
 
 
 def print_table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
     """Print a Markdown table, rendered on a terminal."""
     text = f"\n{title}\n\n" + markdown(header, lines)
     if sys.stdout.isatty():
+        from rich.console import Console
         from rich.markdown import Markdown
 
-        console().print(Markdown(text))
+        Console(highlight=False).print(Markdown(text))
     else:
         print(text, flush=True)
 

@@ -29,7 +29,6 @@ class EvaByteAttention(LlamaAttention):
         self, config: Any, hidden_size: int, num_heads: int, quant_config: Any, prefix: str, **others: Any
     ) -> None:
         nn.Module.__init__(self)
-        self.total_num_heads = num_heads
         self.num_heads = num_heads // get_tensor_model_parallel_world_size()
         self.head_dim = hidden_size // num_heads
         self.q_size = self.kv_size = self.num_heads * self.head_dim
