@@ -83,12 +83,6 @@ def request(slot_ptr, temperature_ptr, seed_ptr, pos_ptr, row, DRAW: tl.constexp
 
 
 @triton.jit
-def given_evidence(evidence_ptr, row, r, R: tl.constexpr):
-    """Return log p(x_1 | z) [R] of a row, 0 beyond r."""
-    return tl.load(evidence_ptr + row * r + tl.arange(0, R), mask=tl.arange(0, R) < r, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def start(message, root_ptr, inner_ptr, program_ptr, row, r, R: tl.constexpr, DEPTH: tl.constexpr):
     """Weights [R] and stack at the first draft, conditioned on x_1 by its evidence; inner_ptr: of the row."""
     weights = machine.normalise(machine.load_vector(root_ptr + row * r, r, R))
@@ -208,7 +202,7 @@ def start_rows(
             token = tl.load(first_ptr + row)
             message = evidence(leaf, stride, low, out_ptr, out_stride, token, norm, r, R, LOW)
         else:
-            message = given_evidence(evidence_ptr, row, r, R)
+            message = machine.load_vector(evidence_ptr + row * r, r, R)
         inner_ptr += row * num_inner * r * r
         weights, stack = start(message, root_ptr, inner_ptr, program_ptr, row, r, R, DEPTH)
         weights_at, stack_at = state_at(state_ptr, row, tl.num_programs(1), R, DEPTH)
@@ -350,7 +344,7 @@ def draft_rows(
     row = tl.program_id(0).to(tl.int64)
     slot, temperature, scale, seed, pos = request(slot_ptr, temperature_ptr, seed_ptr, pos_ptr, row, DRAW)
     inner_ptr += row * num_inner * r * r
-    message = given_evidence(evidence_ptr, row, r, R)
+    message = machine.load_vector(evidence_ptr + row * r, r, R)
     weights, stack = start(message, root_ptr, inner_ptr, program_ptr, row, r, R, DEPTH)
     leaf_ptr += row * leaf_stride * UNIT
     z_stride *= UNIT

@@ -19,7 +19,6 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
 from vllm_mtpc.checkpoint import load_head
-from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads.base import Head
 from vllm_mtpc.heads.linear import LinearHead, pays
 from vllm_mtpc.kernels.draft import is_small
@@ -54,11 +53,25 @@ def load_served_head(
         target_model, target_dtype: vLLM's model, whose lm_head some heads use, and the dtype of its states.
         num_drafts: the most drafts per step.
     """
-    config, head = succeed_together(partial(_load, folder, dtype, device, head_dtype, num_drafts))
+
+    def load() -> Head:  # runs no collective
+        num_ranks = _num_ranks()
+        # rows are dropped before the head is moved: the device needs no room for them
+        _, head = load_head(folder, weights_dtype(head_dtype, dtype), "cpu" if num_ranks > 1 else device)
+        if isinstance(head, LinearHead) and pays(head.leaf_weight.nbytes, num_ranks, device.type):
+            rank = get_tensor_model_parallel_rank()
+            head.shard_leaves(Shard(rank, num_ranks, head.vocab_size, _gather))
+            logger.info("Unembeddings of the head: rows of rank %d of %d", rank, num_ranks)
+        head.to(device)
+        if isinstance(head, LinearHead) and device.type == "cpu":
+            head.pack(num_drafts + 1)
+        return head
+
+    head = succeed_together(load)
     if head.needs_lm_head:  # runs collectives
         is_divided = _num_ranks() > 1 and not is_small(head.circuit.num_components, head.vocab_size)
-        own = _own_columns(target_model, target_dtype, config) if is_divided else None
-        head.bind_lm_head(*own or (_lm_head(target_model.compute_logits, target_dtype, config.vocab_size),))
+        own = _own_columns(target_model, target_dtype, head) if is_divided else None
+        head.bind_lm_head(*own or (_lm_head(target_model.compute_logits, target_dtype, head.vocab_size),))
     return head
 
 
@@ -80,23 +93,6 @@ def succeed_together(call: Callable[[], Made]) -> Made:
     return cast(Made, made)
 
 
-def _load(
-    folder: str, dtype: torch.dtype, device: torch.device, head_dtype: str, num_drafts: int
-) -> tuple[HeadConfig, Head]:
-    """Load the head without the target's lm_head; runs no collective."""
-    num_ranks = _num_ranks()
-    # rows are dropped before the head is moved: the device needs no room for them
-    config, head = load_head(folder, weights_dtype(head_dtype, dtype), "cpu" if num_ranks > 1 else device)
-    if isinstance(head, LinearHead) and pays(head.leaf_weight.nbytes, num_ranks, device.type):
-        rank = get_tensor_model_parallel_rank()
-        head.shard_leaves(Shard(rank, num_ranks, config.vocab_size, _gather))
-        logger.info("Unembeddings of the head: rows of rank %d of %d", rank, num_ranks)
-    head.to(device)
-    if isinstance(head, LinearHead) and device.type == "cpu":
-        head.pack(num_drafts + 1)
-    return config, head
-
-
 def kept(tensors: Iterable[Tensor]) -> nn.Module:
     """Return a module with these tensors as buffers, which vLLM restores after a sleep of level 2."""
     module = nn.Module()
@@ -116,7 +112,7 @@ def _num_ranks() -> int:
 
 @torch.inference_mode()
 def _own_columns(
-    target_model: nn.Module, target_dtype: torch.dtype, config: HeadConfig
+    target_model: nn.Module, target_dtype: torch.dtype, head: Head
 ) -> tuple[Callable[[Tensor], Tensor], Shard] | None:
     """Return a function for this rank's columns of vLLM's `compute_logits`; None if it is not one LogitsProcessor."""
     calls: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
@@ -127,7 +123,7 @@ def _own_columns(
     processors = [part for part in target_model.modules() if isinstance(part, LogitsProcessor)]
     hooks = [part.register_forward_pre_hook(note, with_kwargs=True) for part in processors]
     device = next(target_model.parameters()).device
-    states = torch.randn(2, config.hidden_size, generator=torch.Generator().manual_seed(0)).to(device, target_dtype)
+    states = torch.randn(2, head.hidden_size, generator=torch.Generator().manual_seed(0)).to(device, target_dtype)
     logits = target_model.compute_logits(states)
     for hook in hooks:
         hook.remove()
@@ -139,8 +135,8 @@ def _own_columns(
         return processor(lm_head, states, *args, **kwargs, skip_gather=True)
 
     rank, size, columns = get_tensor_model_parallel_rank(), _num_ranks(), own(states)
-    shard = Shard(rank, size, config.vocab_size, _gather, columns.shape[1] * size)
-    if not torch.equal(shard.whole(columns), logits[:, : config.vocab_size]):
+    shard = Shard(rank, size, head.vocab_size, _gather, columns.shape[1] * size)
+    if not torch.equal(shard.whole(columns), logits[:, : head.vocab_size]):
         return None
     logger.info("Logits of the head: columns of rank %d of %d", rank, size)
     return _lm_head(own, target_dtype, shard.rows), shard
