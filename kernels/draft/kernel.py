@@ -201,12 +201,13 @@ class Drafter:
             if cache is not None:  # this rank's conditionals
                 columns = buffer(num_reqs, num_drafts, width, dtype=cache.dtype)
                 written = _cache_arguments(columns)
-        shared = {"r": r, **self.sizes, "num_warps": 32 if size > 64 else 4}
+        shared = {"r": r, **self.sizes, "num_warps": 16 if size > 64 else 4}
 
         def normalise(leaf: Arguments, count: int, k: int, bias: Arguments, start: bool) -> None:
             launches.leaf_blocks[(triton.cdiv(num_reqs, rows), blocks, count)](
                 **leaf, **bias, draft=k, top_ptr=tops, total_ptr=totals,
                 num_drafts=count, batch=num_reqs, r=r, vocab_size=vocab_size, **tile, ROWS=rows,
+                num_stages=2,  # 3 spill with a token_rank of 256
             )  # fmt: skip
             launches.start_rows[(count, num_reqs)](
                 **leaf, **batch.circuit, first_ptr=batch.first, top_ptr=tops, total_ptr=totals, norm_ptr=norms,

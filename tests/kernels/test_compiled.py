@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -50,6 +51,12 @@ def test_every_kernel_compiles_and_does_not_spill() -> None:
 @pytest.mark.parametrize("chip", [80, 90, 100])
 def test_all_served_shapes_compile_on_all_chips(chip: int) -> None:
     check(chip)
+
+
+def test_readme_has_the_table_of_the_kept_file() -> None:
+    from tests.support.compiled import KEPT, README, in_readme
+
+    assert README.read_text() == in_readme(README.read_text(), json.loads(KEPT.read_text()))
 
 
 def test_spill_is_found_by_the_check() -> None:

@@ -1,6 +1,7 @@
 """Compiles every Triton kernel at every shape that is served, for GPUs that are not there.
 
     python -m tests.support.compiled [--json FILE] [80 90 100]
+    python -m tests.support.compiled --readme    # the table of kernels/README.md, from the kept file
 
 A stand-in for Triton's driver names the chip. The launchers of `kernels/` are called with tensors on torch's meta
 device, so Triton's own binder sees the dtypes, strides and sizes of serving and selects specialisations (pointers
@@ -46,6 +47,8 @@ from vllm_mtpc.report import check_file, write_json
 ROOT = Path(__file__).parents[2]
 META = torch.device("meta")
 CHIPS = (80, 90, 100)
+README, KEPT = ROOT / "kernels" / "README.md", ROOT / "benchmarks" / "results" / "compiled.json"
+BEGIN, END = "<!-- made by tests/support/compiled.py -->\n", "<!-- end -->\n"
 SHARED = 99 << 10  # bytes that a block may have on GPUs of 8.6 and 8.9; those of CHIPS have more
 HALF, WHOLE, INT, LONG = torch.bfloat16, torch.float32, torch.int32, torch.int64
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -314,11 +317,41 @@ def rows(chip: int, names: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
         yield row | {"for": uses[key]}
 
 
+def summary(kept: dict[str, Any]) -> str:
+    """The largest of each number by kernel and chip, as a Markdown table."""
+    lines = [
+        f"Largest of each over the served shapes (`compiled.json`, {len(kept['rows'])} rows; "
+        f"{sum(row['spilled'] > 0 for row in kept['rows']) or 'nothing'} spills):\n",
+        "| kernel | variants | registers, sm_80 / 90 / 100 | shared KiB | instructions |",
+        "|---|---|---|---|---|",
+    ]
+    for name in dict.fromkeys(row["kernel"] for row in kept["rows"]):
+        chips = [
+            [row for row in kept["rows"] if (row["kernel"], row["chip"]) == (name, f"sm_{chip}")] for chip in CHIPS
+        ]
+        cells = [" / ".join(str(len(rows)) for rows in chips)]
+        for what, scale in (("registers", 1), ("shared", 1 << 10), ("instructions", 1)):
+            most = [max(row[what] for row in rows) for rows in chips]
+            cells.append(" / ".join(str(one) if scale == 1 else f"{one / scale:.1f}" for one in most))
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def in_readme(text: str, kept: dict[str, Any]) -> str:
+    """The text of kernels/README.md with the table of the kept file."""
+    begin, _, rest = text.partition(BEGIN)
+    return begin + BEGIN + summary(kept) + END + rest.partition(END)[2]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compile every kernel for GPUs that are not there.")
     parser.add_argument("chips", nargs="*", type=int, default=CHIPS)
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--readme", action="store_true")
     arguments = parser.parse_args()
+    if arguments.readme:
+        README.write_text(in_readme(README.read_text(), json.loads(KEPT.read_text())))
+        return
     check_file(arguments.json)
     source, table = provenance.collect(), [row for chip in arguments.chips for row in rows(chip)]
     if arguments.json:
