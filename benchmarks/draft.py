@@ -7,6 +7,7 @@ Times the head alone, without an engine: its parameters (`draft_params`) and the
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -45,7 +46,7 @@ DEFINITIONS = (
     "MiB: weights that a draft reads at any batch size; floor ms: these bytes at the bandwidth of a large copy.",
     "of a step: draft ms (captured where it was) divided by a step of the target without its draft.",
 )
-HEADER = ("head", "K", "batch", "params ms", "tokens ms", "draft ms", "captured ms", "launches", "MiB", "floor ms",
+HEADER = ("head", "K", "batch", "T", "params ms", "tokens ms", "draft ms", "captured ms", "launches", "MiB", "floor ms",
           "of a step")  # fmt: skip
 
 
@@ -65,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     add("--shape", nargs="+", type=shape, default=[], metavar="D=..,V=..,n=..,r=..", help="random heads; c: rank")
     add("--circuits", nargs="+", choices=CIRCUITS, default=list(CIRCUITS), help="of --shape (default: all)")
     add("--batch", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64], metavar="B")
-    add("--temperature", type=float, default=1.0, metavar="T")
+    add("--temperature", type=float, nargs="+", default=[1.0], metavar="T")
     add("--curves", type=Path, metavar="FILE", help="steps of the target, of `python -m benchmarks.gpu.steps`")
     add("--repeats", type=int, default=50, metavar="N", help="timed calls (default: 50)")
     add("--json", type=Path, metavar="FILE")
@@ -103,12 +104,12 @@ def run(args: argparse.Namespace) -> int:
     bandwidth, rows = timing.bytes_per_second(device), []
     with torch.inference_mode(), tqdm(unit="cell", disable=None) as bar:
         for case in cases(args, dtype, device):
-            for batch in args.batch:
+            for batch, temperature in itertools.product(args.batch, args.temperature):
                 ms = step_ms.get(batch * (1 + case.num_drafts))
-                rows.append(time_case(case, batch, args.temperature, args.repeats, bandwidth, ms))
+                rows.append(time_case(case, batch, temperature, args.repeats, bandwidth, ms))
                 bar.update()
     how = {"device": str(device), "dtype": str(dtype).removeprefix("torch."), "threads": torch.get_num_threads(),
-           "temperature": args.temperature, "gigabytes_per_second": round(bandwidth / 1e9, 1)}  # fmt: skip
+           "gigabytes_per_second": round(bandwidth / 1e9, 1)}  # fmt: skip
     print_table(f"draft on {device}, {how['dtype']}, {how['threads']} CPU threads", HEADER, [line(row) for row in rows])
     print("\n".join(("", *DEFINITIONS)))
     if args.json:
@@ -168,6 +169,7 @@ def time_case(
         "head": case.name,
         "drafts": case.num_drafts,
         "batch": batch,
+        "temperature": temperature,
         **times,
         "launches": timing.count_launches(draft) if on_gpu else None,
         "weight_bytes": moved,
@@ -183,7 +185,7 @@ def line(row: dict[str, Any]) -> list[str]:
     shown = [f"{ms[0]:.3f}" if ms else "-" for ms in times]
     share = "-" if row["share"] is None else f"{row['share']:.1%}"
     sizes = [str(row["launches"] or "-"), f"{row['weight_bytes'] / 2**20:.2f}", f"{row['floor_ms']:.3f}"]
-    return [row["head"], str(row["drafts"]), str(row["batch"]), *shown, *sizes, share]
+    return [row["head"], str(row["drafts"]), str(row["batch"]), f"{row['temperature']:g}", *shown, *sizes, share]
 
 
 def parts(case: Case, batch: int, temperature: float) -> tuple[Callable[[], Any], ...]:

@@ -90,6 +90,21 @@ def span() -> str:
     return f"{min(found):.2f}x to {max(found):.2f}x"
 
 
+def draft() -> str:
+    """Return the milliseconds of drafts of the packaged heads."""
+    kept = json.loads((provenance.RESULTS / "draft-demo-cpu.json").read_text(encoding="utf-8"))
+    rows: dict[str, dict[tuple[int, float], float]] = {}
+    for row in kept["rows"]:
+        key = f"{row['head'].split()[0]}|{row['weight_bytes'] / 2**20:.1f} MiB"
+        rows.setdefault(key, {})[row["batch"], row["temperature"]] = row["draft_ms"][0]
+    cells = [(batch, temperature) for batch in (1, 16, 64) for temperature in (0.0, 1.0)]
+    columns = [f"batch {batch}, T={temperature:g}" for batch, temperature in cells]
+    lines = [[*key.split("|"), *(f"{ms[cell]:.2f}" for cell in cells)] for key, ms in rows.items()]
+    return f"{kept['how']['dtype']}, {kept['how']['threads']} CPU thread:\n\n" + table(
+        "head|weights read", lines, columns
+    )
+
+
 def simulation() -> str:
     """Return the least relative speeds of the simulated plan."""
     least = json.loads((provenance.RESULTS / "plan-simulation.json").read_text(encoding="utf-8"))["least"]
@@ -144,6 +159,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "demo": demo,
     "others": others,
     "subword": subword,
+    "draft": draft,
     "simulation": simulation,
 }
 FILES = ("README.md", "docs/performance.md", "docs/serving.md")
