@@ -247,18 +247,29 @@ class StructuredRequests:
         """Return the rows of structured requests in a batch."""
         return [row for row, name in enumerate(input_batch.req_ids) if name in self.requests] if self.requests else []
 
-    def masks(self, req_ids: list[str], slots: Tensor, num_sampled: Tensor) -> Masks:
-        """Return the masks of S structured requests in slots [S] with num_sampled [S] tokens; waits for the device."""
-        lengths = self.states.total_len.gpu[slots]
-        counts = torch.stack([lengths, num_sampled.to(lengths.dtype)], dim=1).tolist()
-        requests = [self.requests[name] for name in req_ids]
+    def masks(
+        self, req_ids: list[str], slots: Tensor, num_sampled: Tensor, drafts: Tensor
+    ) -> tuple[Masks, list[list[int]]]:
+        """Return the masks of S requests, in slots [S] and with num_sampled [S] tokens, and drafts [S, K] as lists.
+
+        Waits for the device once, or twice after steps without drafts, which leave more than K + 1 tokens to read.
+        """
+        lengths, width = self.states.total_len.gpu[slots].long(), drafts.shape[1] + 1
+        last = self._last_tokens(slots, lengths, width)
+        rows = torch.cat([lengths[:, None], num_sampled[:, None], last, drafts], dim=1).tolist()
+        requests, tokens = [self.requests[name] for name in req_ids], [row[2 : 2 + width] for row in rows]
         unread = [
-            length - request.prompt_len - len(request.output_token_ids)
-            for request, (length, _) in zip(requests, counts, strict=True)
+            row[0] - request.prompt_len - len(request.output_token_ids)
+            for request, row in zip(requests, rows, strict=True)
         ]
-        if (width := max(unread)) > 0:
-            last = lengths[:, None] - torch.arange(width, 0, -1, device=lengths.device)
-            tokens = self.states.all_token_ids.gpu[slots[:, None], last.clamp(min=0).long()].tolist()
-            for request, count, row in zip(requests, unread, tokens, strict=True):
-                request.output_token_ids += row[width - count :] if count else []
-        return self.grammars.masks(self.requests, req_ids, [[0] * sampled for _, sampled in counts])
+        if (most := max(unread)) > width:
+            tokens = self._last_tokens(slots, lengths, most).tolist()
+        for request, count, row in zip(requests, unread, tokens, strict=True):
+            request.output_token_ids += row[len(row) - count :] if count else []
+        masks = self.grammars.masks(self.requests, req_ids, [[0] * row[1] for row in rows])
+        return masks, [row[2 + width :] for row in rows]
+
+    def _last_tokens(self, slots: Tensor, lengths: Tensor, width: int) -> Tensor:
+        """Return the last tokens [S, width] of texts with lengths [S], int64."""
+        at = lengths[:, None] - torch.arange(width, 0, -1, device=lengths.device)
+        return self.states.all_token_ids.gpu[slots[:, None], at.clamp(min=0)].long()

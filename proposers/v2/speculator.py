@@ -449,17 +449,19 @@ class MtpcSpeculator(HeadSpeculator):
             chunk = rows[start : start + step]
             index = async_tensor_h2d(chunk, self.device, torch.int64)
             req_ids = [input_batch.req_ids[row] for row in chunk]
-            masks = self.structured.masks(req_ids, self.idx_mapping[index].long(), num_sampled[index])
+            first = self.draft_tokens[index, :num_drafts]
+            masks, drafts = self.structured.masks(req_ids, self.idx_mapping[index].long(), num_sampled[index], first)
             if masks.rows:
-                self._follow(masks, index, num_drafts)
+                self._follow(masks, drafts, index, num_drafts)
                 masks.rewind()
 
-    def _follow(self, masks: Masks, index: Tensor, num_drafts: int) -> None:
+    def _follow(self, masks: Masks, drafts: list[list[int]], index: Tensor, num_drafts: int) -> None:
         """Draft for rows `index` [S] until every draft was made with the mask that the drafts before it lead to."""
         drafter, params = self._draft_params(index, num_drafts)
         made = self.draft_tokens[index, :num_drafts], self.draft_token_confidence_probs[index, :num_drafts]
-        while (bits := masks.follow(made[0].tolist(), self.model.vocab_size)) is not None:  # waits for the device
+        while (bits := masks.follow(drafts, self.model.vocab_size)) is not None:
             self._sample(drafter, params, index, *made, async_tensor_h2d(bits, self.device))
+            drafts = made[0].tolist()  # waits for the device
         self.draft_tokens[index, :num_drafts], self.draft_token_confidence_probs[index, :num_drafts] = made
 
     def _warm_up(self) -> None:

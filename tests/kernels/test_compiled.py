@@ -162,7 +162,10 @@ def _drafting(name: str) -> tuple[Callable[[], None], Callable[[], None]]:
     bits = torch.zeros(1024, -(-sizes["vocab_size"] // 32), dtype=torch.int32)
     follower = grammar_masks.Follower(Mock(is_terminated=lambda: False))
     served.structured = SimpleNamespace(
-        masks=lambda names, *_: grammar_masks.Masks(bits, dict.fromkeys(range(len(names)), follower))
+        masks=lambda names, slots, counts, drafts: (
+            grammar_masks.Masks(bits, dict.fromkeys(range(len(names)), follower)),
+            drafts.tolist(),
+        )
     )
     batch = SimpleNamespace(req_ids=["r"] * 1024)
     # Triton specialises 1 and multiples of 16: of batches, and of the part of one that is drafted last

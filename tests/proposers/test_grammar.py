@@ -382,9 +382,11 @@ def test_host_reads_new_tokens_once() -> None:
     line = SimpleNamespace(req_ids=["free", "b", "a"])
     assert made.rows(line) == [1, 2]
     where, sampled = torch.tensor([0, 1]), torch.tensor([1, 1], dtype=torch.int32)
+    drafts = torch.tensor([[3], [2]])  # the last two tokens are read with them, more apart
 
     def read() -> list[list[int]]:
-        masks = made.masks(["b", "a"], where, sampled)
+        masks, read_drafts = made.masks(["b", "a"], where, sampled, drafts)
+        assert read_drafts == drafts.tolist()
         return [masks.rows[row].grammar.read for row in range(2)]
 
     assert read() == [[7], [4, 5]]
@@ -395,5 +397,5 @@ def test_host_reads_new_tokens_once() -> None:
     made.add([new("a", [4, 9])])  # preempted, and its last step thrown away
     assert set(made.requests) == {"a"}
     vars(kept).update(vars(states({"a": [4, 9, 10]}, slots, 4)))
-    assert made.masks(["a"], where[1:], sampled[1:]).rows[0].grammar.read == [4, 9, 10]
+    assert made.masks(["a"], where[1:], sampled[1:], drafts[1:])[0].rows[0].grammar.read == [4, 9, 10]
     assert made.rows(SimpleNamespace(req_ids=["free"])) == []
