@@ -119,7 +119,7 @@ def rename(name: str, new: str) -> Change:
     return lambda folder: (folder / name).rename(folder / new)
 
 
-LARGEST = {"window": 256, "num_components": 4096, "vocab_size": 2**22, "hidden_size": 2**17}
+LARGEST = {"window": 256, "num_components": 128, "vocab_size": 2**22, "hidden_size": 2**17}
 UNREADABLE, OTHER_SAVE = "not a readable safetensors file", "was saved with"
 MTPC = [
     *((tensors(WEIGHTS, {name: None}), [f"missing: {name}"]) for name in ("leaf_weight", "inner_bias")),

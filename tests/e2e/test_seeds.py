@@ -98,7 +98,7 @@ def test_other_noise_is_found_and_drafts_take_the_targets(outputs: dict[str, lis
 def test_every_scenario_happened(outputs: dict[str, list[Reply]]) -> None:
     first, last = outputs["head"][0], outputs["head"][-1]
     assert {drafts for reply in outputs["head"] for _, drafts in reply.recorded} >= {7, 3, 1, 0}
-    assert first.metrics["vllm:num_preemptions"] > 0
+    assert last.metrics["vllm:num_preemptions"] > 0  # of all calls
     assert last.metrics["vllm:prefix_cache_hits"] > 0
     assert first.accepted > 0.2 * first.drafted
 

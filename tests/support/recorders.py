@@ -70,14 +70,49 @@ def request_number(name: str) -> int:
     return int(name.partition("-")[0])
 
 
+class Definition:
+    """`naive.draft` with vLLM's noise in the place of the draft kernel."""
+
+    one_launch = True
+
+    def __init__(self, drafter: Any, head: Any) -> None:
+        self.program, self.use_fp64 = drafter.program, drafter.noise["USE_FP64"]
+        self.instructions = head.circuit.program
+
+    def __call__(
+        self, *params: Any, slots: Any, temperature: Any, seeds: Any, pos: Any, tokens: Any, confidences: Any,
+        cache: Any, allowed: None, draw: bool,
+    ) -> None:  # fmt: skip
+        from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+        from vllm_mtpc.kernels.draft import naive
+        from vllm_mtpc.proposers.config.versions import keys_noise_by_draft
+
+        dtype = torch.float32 if cache is None else cache.dtype
+        of_rows = torch.where(slots < 0, 0.0, temperature[slots.clamp(min=0)])
+        columns = torch.arange(tokens.shape[1], dtype=torch.int32)
+
+        def pick(log_q: torch.Tensor, k: int) -> torch.Tensor:
+            confidences[:, k] = naive.confidence(log_q, of_rows, draw)
+            if not draw:
+                return log_q.argmax(dim=-1)
+            # undo the number of the draft that vLLM mixes in: the kernel has none
+            own = seeds ^ (k << 32) if cache is not None and keys_noise_by_draft() else seeds
+            to = {"logits_cache": cache, "logits_cache_col": None if cache is None else columns[k]}
+            how = {"apply_temperature": True, "is_drafting": False, "use_fp64": self.use_fp64}
+            return gumbel_sample(log_q.to(dtype), slots, temperature, own, pos + k, **how, **to)
+
+        tokens[:] = naive.draft(self.instructions, *params, pick=pick, dtype=dtype)
+
+
 def drafts_by(path: str) -> Patches:
     """Draft by "kernel" in one launch, in "blocks" of the vocabulary, or by "definition"; record the drafts."""
 
     @wrapping
     def make_drafter(original: Any, self: Any, head: Any) -> Any:
-        made = None if path == "definition" else original(self, head)
-        assert made is None or made.one_launch == (path == "kernel")
-        return made
+        made = original(self, head)
+        assert made.one_launch == (path != "blocks")
+        return Definition(made, head) if path == "definition" else made
 
     @wrapping
     def draft(original: Any, self: Any, num_reqs: int, num_drafts: int) -> None:
