@@ -91,16 +91,18 @@ def span() -> str:
 
 
 def draft() -> str:
-    """Return the milliseconds of drafts of the packaged heads."""
+    """Return the milliseconds of drafts of the packaged heads: median (quartiles)."""
     kept = json.loads((provenance.RESULTS / "draft-demo-cpu.json").read_text(encoding="utf-8"))
-    rows: dict[str, dict[tuple[int, float], float]] = {}
+    rows: dict[str, dict[tuple[int, float], str]] = {}
     for row in kept["rows"]:
         key = f"{row['head'].split()[0]}|{row['weight_bytes'] / 2**20:.1f} MiB"
-        rows.setdefault(key, {})[row["batch"], row["temperature"]] = row["draft_ms"][0]
+        rows.setdefault(key, {})[row["batch"], row["temperature"]] = "{:.2f} ({:.2f} to {:.2f})".format(
+            *row["draft_ms"]
+        )
     cells = [(batch, temperature) for batch in (1, 16, 64) for temperature in (0.0, 1.0)]
     columns = [f"batch {batch}, T={temperature:g}" for batch, temperature in cells]
-    lines = [[*key.split("|"), *(f"{ms[cell]:.2f}" for cell in cells)] for key, ms in rows.items()]
-    return f"{kept['how']['dtype']}, {kept['how']['threads']} CPU thread:\n\n" + table(
+    lines = [[*key.split("|"), *(ms[cell] for cell in cells)] for key, ms in rows.items()]
+    return f"{kept['how']['dtype']}, {kept['how']['threads']} CPU thread; median (quartiles):\n\n" + table(
         "head|weights read", lines, columns
     )
 

@@ -299,5 +299,5 @@ def _forward(
 def _options(program: Program, r: int, device: torch.device) -> dict[str, Any]:
     """The encoded program, and sizes of a launch."""
     table, depth = encode(program, device)
-    num_warps = 1 if r <= 16 else 4 if r <= 32 else 16 if r <= 64 else 32  # with fewer ptxas spills for r > 32
+    num_warps = 1 if r <= 16 else 4 if r <= 32 else 16  # with 8 and r = 64 ptxas spills on sm_90
     return {"program_ptr": table, "r": r, "R": triton.next_power_of_2(r), "DEPTH": depth, "num_warps": num_warps}

@@ -192,6 +192,7 @@ class BackboneSpeculator(MtpcSpeculator):
         self.unwritten = 0
 
     def _place_queries(self, num_reqs: int) -> None:
+        """Set positions and slots of the queries, and the ends of their texts."""
         tables = self.block_tables
         for group in set(self.group_of):
             place_query_rows[(num_reqs,)](

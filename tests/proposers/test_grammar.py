@@ -94,9 +94,9 @@ def test_masks_follow_drafts_until_none_is_missing() -> None:
         return found.int().argmax(-1).tolist()
 
     other = [[0, 0, 0, 0]] * 2
-    found = step.follow([[5, 0, 7, 7], [5, 9, 0, 0], *other], 100)
-    assert allowed(found) == [[1, 2, 0, 0], [1, 2, 0, 0], *other]
-    found = step.follow([[5, 6, 7, 1], [4, 9, 0, 0], *other], 100)  # the first draft of row 1 was another
+    found = step.follow([[5, 0, 7, 7], [5, 6, 7, 8], *other], 100)
+    assert allowed(found) == [[1, 2, 0, 0], [1, 2, 3, 4], *other]
+    found = step.follow([[5, 6, 7, 1], [4, 9, 0, 0], *other], 100)  # the first draft of row 1 is another
     assert allowed(found) == [[1, 2, 3, 4], [1, 2, 0, 0], *other]
     assert step.follow([[5, 6, 7, 8], [4, 9, 0, 0], *other], 100) is None
     assert rows[0].grammar.read == [5, 5, 6, 7, 8] and rows[1].grammar.read == [5, 4, 9]
@@ -315,6 +315,12 @@ def steps(place: Path, at_once: int) -> dict[str, Any]:
         made.structured.add(requests)
         with mock.patch.object(made.model, "draft_params", wraps=made.model.draft_params) as calls:
             masked = step()
+        waits, tolist = [], torch.Tensor.tolist
+        with (
+            mock.patch.object(made, "_sample", wraps=made._sample) as draws,
+            mock.patch.object(torch.Tensor, "tolist", lambda tensor: waits.append(tensor.dim()) or tolist(tensor)),
+        ):
+            step()  # after the first one has read all outputs
         rows = (given["input_batch"].idx_mapping, given["temperature"], given["seeds"])
         again = [
             gumbel_sample(log_q.contiguous(), *rows, pos, apply_temperature=True, is_drafting=True)
@@ -328,6 +334,8 @@ def steps(place: Path, at_once: int) -> dict[str, Any]:
             "pending": pending,
             "warmed up": sum(len(call.args) == 6 for call in drawn.call_args_list),  # with a mask
             "masked": masked,
+            "waits": waits.count(2),  # of the device; states of grammars are on the host
+            "masked draws": sum(len(call.args) == 6 for call in draws.call_args_list),
             "again": torch.stack(again, 1),
             "read": read,
             "temperature": given["temperature"][slots],
@@ -354,6 +362,13 @@ def test_grammar_that_is_not_compiled_masks_nothing(found: dict[str, Any]) -> No
     assert found["warmed up"] > 0
     for name, part in found["pending"].items():
         assert torch.equal(part, found["free"][name])
+
+
+def test_host_waits_once_before_masked_drafts_and_once_after_each(found: dict[str, Any]) -> None:
+    chunks = 1 if found["chunks"][0] == REQUESTS else len(STRUCTURED)
+    assert found["waits"] == chunks + found["masked draws"]
+    masked = chunks if chunks == 1 else chunks - 1  # the unread prompt's has none
+    assert masked <= found["masked draws"] <= masked * (1 + DRAFTS)
 
 
 def test_masked_drafts_are_sampled_from_the_scored_conditionals(found: dict[str, Any]) -> None:
