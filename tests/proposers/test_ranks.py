@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -67,6 +68,17 @@ def on_ranks(num_ranks: int, place: Path, store: Path, call: Callable[..., Any],
 
     place: a folder with `target`. store: an empty folder.
     """
+    # As vLLM's worker does: on AVX-512 ranks share memory by this name. A process number comes again; a forked rank
+    # ends without its destructors, so the memory stays after it.
+    name = os.environ["VLLM_DIST_IDENT"] = uuid.uuid4().hex
+    try:
+        return _answers(num_ranks, place, store, call, *args)
+    finally:
+        for shared in Path("/dev/shm").glob(f"{name}*"):
+            shared.unlink()
+
+
+def _answers(num_ranks: int, place: Path, store: Path, call: Callable[..., Any], *args: Any) -> list[Any]:
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
     for rank, (_, theirs) in enumerate(pipes):
@@ -81,7 +93,6 @@ def _rank(rank: int, num_ranks: int, place: Path, store: Path, answers: Any, cal
     from vllm.distributed import parallel_state
 
     torch.set_num_threads(1)
-    os.environ["VLLM_DIST_IDENT"] = str(os.getppid())  # as vLLM's worker does: on AVX-512 ranks share memory by name
     with set_current_vllm_config(engine_config(place / "target", None)):
         parallel_state.init_distributed_environment(num_ranks, rank, f"file://{store}/{num_ranks}", rank, "gloo")
         parallel_state.ensure_model_parallel_initialized(num_ranks, 1)
