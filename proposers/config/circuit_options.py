@@ -25,6 +25,7 @@ from vllm_mtpc.heads import HEADS
 from vllm_mtpc.plan.draft_schedule import KEY, LARGEST, Schedule, draft_arms, gpu_schedule, relative_load
 from vllm_mtpc.proposers.config.engine_checks import check_draft_layers, check_structured_outputs, how_to_v2
 from vllm_mtpc.proposers.config.switches import logger
+from vllm_mtpc.proposers.config.versions import vllm_version
 
 if TYPE_CHECKING:
     from typing import Self
@@ -284,7 +285,10 @@ def check_head(folder: Path, head: AnyHeadConfig, given: Mapping[str, Any], targ
                 f"(this one was trained for {head.speculators_config.verifier.name_or_path})"
             )
     if target.is_hybrid or target.is_attention_free:
-        reason = "which has recurrent layers: allowed are attention layers alone; drop speculative_config"
+        reason = (
+            f"which has recurrent layers: drafts of any method change the text of vLLM {vllm_version()} there on CPUs, "
+            "and GPUs were not tried; allowed are attention layers alone; drop speculative_config"
+        )
         raise ServeConfigError(f"{start} target {name} is {target.architecture}, {reason}")
     copies = getattr(target.hf_config, "hc_mult", 1)  # as vLLM's speculators find out
     if copies > 1 and _target_class_has(target, "get_mtp_target_hidden_states"):

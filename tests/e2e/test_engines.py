@@ -9,18 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.compressors import ModelCompressor
-from compressed_tensors.quantization import (
-    QuantizationArgs,
-    QuantizationConfig,
-    QuantizationScheme,
-    apply_quantization_config,
-    preset_name_to_scheme,
-)
-from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
+from benchmarks.tiny_targets import INT4, INT8, quantise
 from tests.support import features
 from tests.support.engine import DEMO, Call, ask, build, run_with_plain
 from tests.support.features import PTP, V1, V2
@@ -59,25 +51,6 @@ def table() -> list[Any]:
             marks = [pytest.mark.feature(row, "exact", column, why=why), pytest.mark.slow]
             rows.append(pytest.param(name, column, marks=marks, id=f"{name}, {column}"))
     return rows
-
-
-def quantise(source: Path, folder: Path, scheme: QuantizationScheme, ignore: tuple[str, ...] = ("lm_head",)) -> None:
-    """As compressed-tensors does; the scale of a row or a group is that of its largest weight."""
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    apply_quantization_config(model, QuantizationConfig(config_groups={"group_0": scheme}, ignore=list(ignore)))
-    for module in model.modules():
-        if hasattr(module, "quantization_scheme"):
-            grouped = module.weight.unflatten(1, (-1, scheme.weights.group_size or module.in_features))
-            scale, _ = calculate_qparams(grouped.amin(2), grouped.amax(2), scheme.weights)
-            module.weight_scale.data.copy_(scale)
-    compressor = ModelCompressor.from_pretrained_model(model)
-    compressor.compress_model(model)
-    model.save_pretrained(folder)
-    compressor.update_config(folder)
-
-
-INT8 = preset_name_to_scheme("W8A8", ["Linear", "re:.*lm_head"])
-INT4 = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(num_bits=4, group_size=32))
 
 
 @pytest.fixture(scope="module")
