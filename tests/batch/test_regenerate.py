@@ -75,7 +75,7 @@ class Engine:
         self.stop, self.asked = stop, []
 
     @contextlib.contextmanager
-    def __call__(self, options: Any, requests: list[Any], has_tokenizer: bool) -> Iterator[Any]:
+    def __call__(self, options: Any, requests: list[Any], has_tokenizer: bool, respond: None) -> Iterator[Any]:
         yield (self.answer(requests, start) for start in range(0, len(requests), 2))
 
     def answer(self, requests: list[Any], start: int) -> list[dict[str, Any]]:

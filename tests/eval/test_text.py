@@ -6,7 +6,7 @@ import torch
 
 from tests.support.tiny import llama_target
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.eval.text import Sampling, generate, stop_ids
+from vllm_mtpc.eval.text import Sampling, generate
 from vllm_mtpc.hf import Session
 
 PROMPTS = [torch.tensor(ids) for ids in ([5, 6, 7], [1], [2, 9, 9, 9, 30], [11, 12, 13])]
@@ -38,7 +38,7 @@ def test_an_end_token_ends_a_text_but_not_its_overhang():
     written = [reference(free, prompt, 15)[len(prompt) :] for prompt in PROMPTS]
     stop = written[0][4]
     target = llama_target(eos=stop)
-    assert stop_ids(target) == {stop}
+    assert target.stop_ids == {stop}
     samples = generate(target, PROMPTS, 12, Sampling(0.0), overhang=3)
     for row, (prompt, tokens) in enumerate(zip(PROMPTS, written, strict=True)):
         expected = tokens.index(stop) + 1 if stop in tokens[:12] else 12

@@ -21,7 +21,7 @@ def row(name: str) -> str:
     """The line of docs/training.md about an option."""
     field = TrainOptions.model_fields[name]
     words = {None: "", False: "off", True: "on"}
-    shown = "" if field.default == [] else words.get(field.default, f"`{field.default}`")
+    shown = "" if field.default in ([], {}) else words.get(field.default, f"`{field.default}`")
     if type(field.default) in (int, float):  # 0 and 1 are no words
         shown = f"`{field.default}`"
     description = field.description.replace("|", "\\|")

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.eval.acceptance import _at_contexts, along_text
 from vllm_mtpc.eval.metrics import StepMetrics
-from vllm_mtpc.eval.text import Samples, Sampling, stop_ids
+from vllm_mtpc.eval.text import Samples, Sampling
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.hf import Session, Target
 
@@ -164,7 +164,7 @@ class CroppedSession(Session):
 
 
 def continue_all(target: Target, prompts, drafting, new_tokens: int) -> list[Decoded]:
-    return [decode(CroppedSession(target), prompt, drafting, new_tokens, stop_ids(target)) for prompt in prompts]
+    return [decode(CroppedSession(target), prompt, drafting, new_tokens, target.stop_ids) for prompt in prompts]
 
 
 def counted(texts: list[Decoded], num_drafts: int) -> StepMetrics:

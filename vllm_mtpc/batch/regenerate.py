@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -26,6 +26,8 @@ from vllm_mtpc.files import read_json, replace_file
 from vllm_mtpc.flags import add_flags, typed
 from vllm_mtpc.progress import Bar
 
+Respond = Callable[[list[list[int]], dict[str, Any], list[int]], Iterable[tuple[list[int], Any, str]]]
+
 IN_FLIGHT = 512  # requests at the engine
 WAVE = 16  # answers that are written at once
 
@@ -40,8 +42,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def regenerate(options: RegenerateOptions) -> Path:
+def regenerate(options: RegenerateOptions, respond: Respond | None = None) -> Path:
     """Append the missing responses to `options.out` and return its path.
+
+    `respond`: a running target, in place of an engine for this call.
 
     One JSON object per line: `id`, `prompt_ids`, `response_ids` (with the token that ended it), `finish_reason` (stop
     or length), and for conversations `messages` with the new turn. `OUT.meta.json` has the settings. The seed of a
@@ -68,7 +72,7 @@ def regenerate(options: RegenerateOptions) -> Path:
         Bar(total=len(requests), initial=len(requests) - len(left), desc="responses", unit="response") as bar,
     ):
         bar.set_postfix_str("vLLM is starting")
-        with _engine(options, list(left.values()), tokenizer is not None) as waves:
+        with _engine(options, list(left.values()), tokenizer is not None, respond) as waves:
             begun = time.monotonic()
             bar.unpause()
             for answers in waves:
@@ -94,11 +98,22 @@ def regenerate(options: RegenerateOptions) -> Path:
 
 @contextmanager
 def _engine(
-    options: RegenerateOptions, requests: list[Request], has_tokenizer: bool
+    options: RegenerateOptions, requests: list[Request], has_tokenizer: bool, respond: Respond | None
 ) -> Iterator[Iterator[list[dict[str, Any]]]]:
     """Yield an engine's answers in the order of the requests; those without `response_ids` were skipped."""
     log = options.out.with_name(options.out.name + ".log")
     engine, sampling = options.arguments(has_tokenizer)
+    if respond is not None:
+        seeds = [int(one.id[:8], 16) for one in requests]
+        found = respond([one.prompt_ids for one in requests], {**sampling, "max_tokens": options.max_tokens}, seeds)
+        made = zip(requests, found, strict=True)
+        waiting = (
+            {"id": one.id}
+            | ({"response_ids": tokens[len(one.prompt_ids) :], "finish_reason": reason} if reason else {})
+            for one, (tokens, _, reason) in made
+        )
+        yield iter(lambda: list(islice(waiting, WAVE)), [])
+        return
     pool = ThreadPoolExecutor(IN_FLIGHT)
     try:
         with run_server(serve_arguments({**OWN_SAMPLING, **engine}), log) as client:

@@ -26,6 +26,7 @@ from vllm_mtpc.heads.adapters import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, 
 from vllm_mtpc.heads.base import Head
 
 ADAPTER_FILES = (ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 INDEX_FILE = "model.safetensors.index.json"  # of a model's folder with several weight files
 # Metadata of the head's weight file. It detects a save that was interrupted between the files of one head.
 ADAPTER_DIGEST = "adapter_sha256"
@@ -126,10 +127,11 @@ def read_tensors(file: Path, check: Callable[[Shapes], None]) -> dict[str, Tenso
         return {name: check_values(file, name, handle.get_tensor(name)) for name in names}
 
 
-def check_values(file: Path, name: str, tensor: Tensor) -> Tensor:
-    """Return `tensor`. Raises CheckpointError unless it is float16, bfloat16 or float32, and finite."""
-    if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        raise CheckpointError(f"{file}: tensor {name!r} is {tensor.dtype}; allowed: float16, bfloat16, float32")
+def check_values(file: Path, name: str, tensor: Tensor, dtypes: Sequence[torch.dtype] = FLOATS) -> Tensor:
+    """Return `tensor`. Raises CheckpointError unless it has one of the dtypes and is finite."""
+    if tensor.dtype not in dtypes:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise CheckpointError(f"{file}: tensor {name!r} is {tensor.dtype}; allowed: {allowed}")
     if not bool(torch.isfinite(tensor).all()):
         raise CheckpointError(f"{file}: tensor {name!r} holds NaN or infinity; train or copy it again")
     return tensor
@@ -243,12 +245,12 @@ class Shards:
         self.files = {tensor: folder / name for tensor, name in named.items()}
         check_lengths(index, self.files)
 
-    def read(self, name: str) -> Tensor:
-        """Return a tensor, memory-mapped; raises CheckpointError unless it exists and all its values are finite."""
+    def read(self, name: str, dtypes: Sequence[torch.dtype] = FLOATS) -> Tensor:
+        """Return a tensor, memory-mapped; raises CheckpointError unless it exists, as `check_values` allows it."""
         if name not in self.files:
             raise CheckpointError(f"{self.folder}: tensor(s) missing: {name}; copy it whole, or name another model")
         with open_tensors(self.files[name]) as handle:  # raises for a name that only the index has
-            return check_values(self.files[name], name, handle.get_tensor(name))
+            return check_values(self.files[name], name, handle.get_tensor(name), dtypes)
 
     def find_suffix(self, end: str) -> str | None:
         """Return the only tensor named `end` or `PREFIX.end`, None if there is no such tensor or several."""

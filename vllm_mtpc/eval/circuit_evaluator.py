@@ -51,6 +51,10 @@ class MtpcEvaluator(Evaluator):
         return cls(folder, config, head, target, layers)
 
     @staticmethod
+    def reads_states(config: HeadConfig) -> bool:
+        return not config.lora_layers
+
+    @staticmethod
     def serving(args: Namespace, config: HeadConfig, num_drafts: int, max_num_seqs: int) -> dict[str, Any]:
         if args.draft_pass:
             raise UsageError("--draft-pass: circuits draft without a pass; leave it out, or name a PTP head")

@@ -93,7 +93,7 @@ def diagnose(args: argparse.Namespace) -> list[Comparison]:
     asked = Asked(prompts, drafts, top_k, top_p, seeds, args.draft_pass)
     served = _serve(args, engine, asked, args.temperature or [0.0, temperature])
     # vLLM has ended, so its memory is free for the target. The dtype is the served one: only drafting can differ.
-    evaluator = load(args.head, args.target, served[0].dtype, args.device)
+    evaluator = load(args.head, args.target, served[0].dtype, args.device, args.engine)
     return [evaluator.compare(asked, one) for one in served]
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -16,11 +17,13 @@ from tqdm import tqdm
 from vllm_mtpc.checkpoint import read_config, resolve_head, resolve_verifier
 from vllm_mtpc.config.base import AnyHeadConfig
 from vllm_mtpc.engine.served import Served
+from vllm_mtpc.engine.served_target import load_served_target, must_be_served
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.metrics import StepMetrics
 from vllm_mtpc.eval.text import Samples, Sampling, generate, join
 from vllm_mtpc.families import FAMILIES
 from vllm_mtpc.hf import Target, choose_device, load_target
+from vllm_mtpc.hf.model import target_config
 
 TOLERANCE = 0.02  # relative, of tokens/step
 ERRORS = 3.0  # standard errors that are still noise
@@ -101,6 +104,11 @@ class Evaluator(Protocol):
     @classmethod
     def attach(cls, folder: Path, target: Target) -> Evaluator:
         """Load the head of a folder for a loaded target of matching sizes."""
+
+    @staticmethod
+    def reads_states(config: Any) -> bool:
+        """Return whether a head reads nothing of its target but states, so that vLLM may compute them."""
+        return False
 
     @staticmethod
     def default_sampling(config: Any) -> tuple[float, int, float]:
@@ -187,12 +195,23 @@ def target_of(folder: Path, config: AnyHeadConfig, given: str | None) -> str:
     return given or resolve_verifier(folder, config.speculators_config.verifier.name_or_path)
 
 
-def load(name: str, target: str | None = None, dtype: str = "auto", device: str = "auto") -> Evaluator:
-    """Load a head and its target, which computes in ``dtype``. Raises MtpcError where either cannot be loaded."""
-    folder, config = resolve(name)
-    target_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
-    model = load_target(target_of(folder, config, target), target_dtype, choose_device(device), attention="torch")
-    return attach(folder, model)
+def load(
+    name: str,
+    target: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    engine: Mapping[str, Any] = MappingProxyType({}),
+) -> Evaluator:
+    """Load a head and its target, which computes in ``dtype``; ``engine``: options of a target that vLLM must run.
+
+    Raises MtpcError where either cannot be loaded.
+    """
+    (folder, config), on = resolve(name), choose_device(device)
+    target_dtype, target = dtype if dtype == "auto" else getattr(torch, dtype), target_of(folder, config, target)
+    reads_states = FAMILIES[config.speculators_model_type].evaluator.reads_states(config)
+    if reads_states and must_be_served(target_config(target), engine):
+        return attach(folder, load_served_target(target, target_dtype, on, engine))
+    return attach(folder, load_target(target, target_dtype, on, attention="torch"))
 
 
 def attach(folder: Path, target: Target) -> Evaluator:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from vllm_mtpc.data.sources import Documents
+from vllm_mtpc.engine.served_target import ServedTarget
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.heads.adapters import DraftLayers
 from vllm_mtpc.heads.backbone import BackboneHead
@@ -134,16 +135,6 @@ def prompts(documents: Documents, count: int, prompt_tokens: int, seed: int) -> 
     return found
 
 
-def stop_ids(target: Target) -> set[int]:
-    """Return the tokens at which a server ends a text: the end-of-text ids of model and tokenizer."""
-    found: set[int] = set()
-    generation = getattr(target.model, "generation_config", None)
-    for source in (generation, target.config, target.tokenizer):
-        ids = getattr(source, "eos_token_id", None)
-        found |= set(ids) if isinstance(ids, (list, tuple)) else set() if ids is None else {ids}
-    return found
-
-
 @torch.inference_mode()
 def generate(
     target: Target,
@@ -162,7 +153,10 @@ def generate(
     ``stops``: tokens that end a text (None: those of the target; empty: none). ``progress`` receives the number of
     texts of each finished batch. A generator with a fixed seed (on the target's device) gives the same text.
     """
-    is_stop = torch.tensor(sorted(stop_ids(target) if stops is None else stops), device=target.device)
+    stops = target.stop_ids if stops is None else stops
+    if isinstance(target, ServedTarget):
+        return _generate_served(target, prompts, new_tokens, sampling, generator, overhang, stops, progress)
+    is_stop = torch.tensor(sorted(stops), device=target.device)
     pieces = []
     for start in range(0, len(prompts), batch):
         part, session = prompts[start : start + batch], Session(target)
@@ -182,6 +176,32 @@ def generate(
         known = torch.arange(tokens.shape[1]) < (lengths + overhang)[:, None]
         pieces.append(Samples(tokens.where(known, -1), hidden, prompt_lengths, lengths))
         progress(len(part))
+    return join(pieces, target)
+
+
+def _generate_served(
+    target: ServedTarget,
+    prompts: Sequence[Tensor],
+    new_tokens: int,
+    sampling: Sampling,
+    generator: torch.Generator | None,
+    overhang: int,
+    stops: set[int],
+    progress: Callable[[int], object],
+) -> Samples:
+    """`generate` by vLLM, with the states of the same pass."""
+    how = {"max_tokens": new_tokens + overhang, "temperature": sampling.temperature, "top_p": sampling.top_p}
+    how |= {"top_k": sampling.top_k, "ignore_eos": True}
+    first = generator.initial_seed() if generator else 0
+    seeds, pieces = range(first, first + len(prompts)), []
+    answers = target.recorder.record([one.tolist() for one in prompts], how, seeds)
+    for prompt, found in zip(prompts, answers, strict=True):
+        response = found.tokens[len(prompt) :][:new_tokens]
+        made = next((count for count, token in enumerate(response, 1) if token in stops), new_tokens)
+        tokens = torch.tensor(found.tokens[: len(prompt) + made + overhang])
+        hidden = target.columns(found.states, ())[: len(tokens) - 1]
+        pieces.append(Samples(tokens[None], hidden[None], *torch.tensor([[len(prompt)], [len(prompt) + made]])))
+        progress(1)
     return join(pieces, target)
 
 

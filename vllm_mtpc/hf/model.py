@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,13 @@ CACHED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 @dataclass
 class Target:
-    """A frozen causal language model in eval mode."""
+    """A frozen causal language model in eval mode.
 
+    `rows_at_once`: rows of one call of `hidden_with`. `states`: what computes them.
+    """
+
+    rows_at_once: ClassVar[int] = 8
+    states: ClassVar[str] = "transformers"
     name: str
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
@@ -60,6 +65,15 @@ class Target:
     @property
     def dtype(self) -> torch.dtype:
         return self.lm_head.weight.dtype
+
+    @property
+    def stop_ids(self) -> set[int]:
+        """Tokens at which a server ends a text: the end-of-text ids of model and tokenizer."""
+        found: set[int] = set()
+        for source in (getattr(self.model, "generation_config", None), self.config, self.tokenizer):
+            ids = getattr(source, "eos_token_id", None)
+            found |= set(ids) if isinstance(ids, (list, tuple)) else set() if ids is None else {ids}
+        return found
 
     @torch.no_grad()
     def hidden(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:

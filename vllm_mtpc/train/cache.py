@@ -31,7 +31,6 @@ from vllm_mtpc.hf import Target
 from vllm_mtpc.progress import Bar
 
 SHARD_BYTES = 1 << 29  # of a shard: the work that an interruption may lose
-BATCH_ROWS = 8  # rows of one forward pass
 SLOW_ROWS = 64  # number of rows from which on progress is shown
 SAMPLED_WEIGHTS = 64  # of each parameter, in a target's fingerprint
 INDEX_FILE = "index.json"
@@ -93,8 +92,8 @@ class Computed:
         states = torch.empty(shape, dtype=self.dtype, device=self.target.device)
         layers = self.layers if self.layer is None else [self.layer]
         with Bar(total=shape[0], desc="hidden states", unit="row", leave=False, disable=shape[0] < SLOW_ROWS) as bar:
-            for first in range(0, shape[0], BATCH_ROWS):
-                some = row_indices[first : first + BATCH_ROWS].cpu()
+            for first in range(0, shape[0], self.target.rows_at_once):
+                some = row_indices[first : first + self.target.rows_at_once].cpu()
                 document = self.rows.document[some]
                 part = self.target.hidden_with(layers, self.rows.tokens[some], document)[..., : self.hidden_size]
                 padding = (document < 0)[..., None].to(part.device)
@@ -137,7 +136,7 @@ def write_cache(
             full. Finished shards are kept.
     """
     file, (num_rows, seq_len) = folder / INDEX_FILE, rows.tokens.shape
-    given = {"layers": []} | read_json(file) if file.is_file() else {}
+    given = {"layers": [], "states": "transformers"} | read_json(file) if file.is_file() else {}
     source = Computed(target, rows, dtype or DTYPES.get(given.get("dtype", "")), layers=layers)
     row_bytes, per_shard = seq_len * source.hidden_size * source.dtype.itemsize, given.get("rows_per_shard")
     if not isinstance(per_shard, int) or per_shard < 1:
@@ -151,6 +150,7 @@ def write_cache(
         "seq_len": seq_len,
         "hidden_size": source.hidden_size,
         "dtype": str(source.dtype).removeprefix("torch."),
+        "states": target.states,
         "layers": list(layers),
         "rows_per_shard": per_shard,
     }
@@ -194,7 +194,7 @@ def write_cache(
 
 def _finite_states(source: Computed, rows: Tensor, bar: Bar) -> Tensor:
     parts = []
-    for some in rows.split(BATCH_ROWS):
+    for some in rows.split(source.target.rows_at_once):
         parts.append(source.hidden(some).cpu())
         if not bool(torch.isfinite(parts[-1]).all()):
             raise UsageError(

@@ -10,6 +10,7 @@ from vllm_mtpc.train.options import TrainOptions, parse
 
 SHARED = (
     "target", "data", "split", "validation_data", "seq_len", "seed", "target_dtype", "device", "attention",
+    "states", "engine",
 )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ class CircuitTrainer(Trainer):
 
     own = (
         "circuit", "components", *head_options(), "freeze_backbone", "lora_layers", "beta", "acceptance",
-        "train_first", "cache",
+        "train_first", "cache", "states", "engine", "cache_bytes",
     )  # fmt: skip
     noun, kind_option, chosen_by = "circuits", "circuit", "another head"
 
@@ -58,6 +58,10 @@ class CircuitTrainer(Trainer):
         self.model = Drafter(self.head, target, options, self.layers)
 
     @classmethod
+    def reads_states(cls, options: TrainOptions) -> bool:
+        return not options.lora_layers
+
+    @classmethod
     def check(cls, options: TrainOptions) -> None:
         if not options.lora_layers and (name := options.given("lora_rank", "lora_alpha")):
             raise ValueError(f"{name} is of draft layers: remove {name}, or set lora_layers to 1, 2 or 4")
@@ -70,6 +74,8 @@ class CircuitTrainer(Trainer):
             raise ValueError("train_first with head backbone, which is conditioned on x_1: remove train_first")
         if options.lora_layers and options.cache:
             raise ValueError("cache holds the target's last states, draft layers need earlier ones: leave out cache")
+        if options.lora_layers and options.states == "vllm":
+            raise ValueError("states=vllm with lora_layers, which train on the target's own layers: leave out states")
         if options.lora_layers and options.parallel == "fsdp":
             raise ValueError("parallel=fsdp with lora_layers: draft layers are trained with ddp; set parallel: ddp")
 

@@ -34,10 +34,13 @@ def run(args: argparse.Namespace) -> int:
     from vllm_mtpc.train.run import on_ray, settled, train
 
     options = settled(options)
+    target = None
     if options.regenerate and not options.dry_run:
-        options = with_responses(options)
-    start = on_ray if options.ray_workers else train
-    start(options)
+        options, target = with_responses(options)
+    if options.ray_workers:
+        on_ray(options)
+    else:
+        train(options, target=target)
     return 0
 
 
@@ -65,10 +68,17 @@ def read_options(args: argparse.Namespace) -> TrainOptions:
     return parse(values, str(args.config or "train"))
 
 
-def with_responses(options: TrainOptions) -> TrainOptions:
-    """Let vLLM write the missing responses and return the options with their files as data."""
+def with_responses(options: TrainOptions) -> tuple[TrainOptions, Any]:
+    """Let vLLM write the missing responses.
+
+    Returns:
+        The options with their files as data, and the target that has their states, None where vLLM does not compute it.
+    """
     from vllm_mtpc.batch.options import RegenerateOptions
     from vllm_mtpc.batch.regenerate import regenerate
+    from vllm_mtpc.hf import choose_device
+    from vllm_mtpc.hf.model import target_config
+    from vllm_mtpc.train.run import read_target
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 or options.ray_workers:
         raise UsageError(
@@ -79,10 +89,16 @@ def with_responses(options: TrainOptions) -> TrainOptions:
     sampled: dict[str, Any] = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
     ways = {"sampled": (options.regenerate - greedy, sampled), "greedy": (greedy, {"temperature": 0.0})}
     shared = {name: getattr(options, name) for name in ("target", "data", "seed", "split")}
-    shared |= {"max_tokens": RESPONSE_TOKENS, "crops": CROPS, "dtype": options.target_dtype}
+    shared |= {"max_tokens": RESPONSE_TOKENS, "crops": CROPS, "dtype": options.target_dtype, "engine": options.engine}
+    target: Any = None
+    if options.states_of(target_config(options.target)) == "vllm":
+        target = read_target(options, choose_device(options.device))
     files = [
-        regenerate(RegenerateOptions(**shared, **how, out=options.out / "data" / f"{name}.jsonl", limit=count))
+        regenerate(
+            RegenerateOptions(**shared, **how, out=options.out / "data" / f"{name}.jsonl", limit=count),
+            target and target.respond,
+        )
         for name, (count, how) in ways.items()
         if count
     ]
-    return options.model_copy(update={"data": [str(file) for file in files]})
+    return options.model_copy(update={"data": [str(file) for file in files]}), target

@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field, create_model, model_validator
 
 from vllm_mtpc.circuits import CIRCUITS, circuit_class
 from vllm_mtpc.data.sources import is_path
+from vllm_mtpc.engine.options import JsonDict
 from vllm_mtpc.errors import UsageError, validate
 from vllm_mtpc.families import FAMILIES
 from vllm_mtpc.heads import option_fields
@@ -86,7 +87,12 @@ class TrainOptions(create_model("KindOptions", **option_fields())):  # type: ign
     precision: Literal["float32", "bf16"] = Field("float32", description="bf16: autocast of the head's products")
     seed: int = Field(0, ge=0, description="the run repeats with it")
     seq_len: int | None = Field(None, ge=4, description="tokens of a packed row (default: 1,024, or the most possible)")
+    states: Literal["auto", "transformers", "vllm"] = Field(
+        "auto", description="what computes hidden states; auto: vLLM for quantised, hybrid and divided targets"
+    )
+    engine: JsonDict = Field({}, description='options of that vLLM, as {"tensor_parallel_size": 2}')
     cache: Path | None = Field(None, description="folder of hidden states on disk; written if it does not exist")
+    cache_bytes: int = Field(1 << 33, ge=0, description="of states of responses kept on disk until they are trained on")
     block_rows: int | None = Field(None, ge=1, description="rows whose windows are shuffled together (default: 1 GiB)")
     regenerate: int = Field(0, ge=0, description="train on this many responses that vLLM writes first; 0: on the data")
     target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="of the target")
@@ -128,6 +134,14 @@ class TrainOptions(create_model("KindOptions", **option_fields())):  # type: ign
     def trainer(self) -> Any:
         """The `Trainer` of the head's family."""
         return _trainer(self.head)
+
+    def states_of(self, target: Any) -> str:
+        """Return what computes the states of a target of this transformers config."""
+        if self.states != "auto" or not self.trainer.reads_states(self):
+            return "vllm" if self.states == "vllm" else "transformers"
+        from vllm_mtpc.engine.served_target import must_be_served
+
+        return "vllm" if must_be_served(target, self.engine) else "transformers"
 
     @property
     def of_others(self) -> set[str]:

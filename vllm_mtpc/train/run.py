@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shlex
 import sys
 import time
@@ -19,6 +20,7 @@ from vllm_mtpc.checkpoint.locate import check_out
 from vllm_mtpc.data.rows import PackingReport, Rows, pack, split_validation
 from vllm_mtpc.data.sources import Documents, check_first_records, load_documents, size_of
 from vllm_mtpc.engine.provenance import public
+from vllm_mtpc.engine.served_target import load_served_target
 from vllm_mtpc.errors import MtpcError, UsageError, install
 from vllm_mtpc.hf import Target, check_length, choose_device, load_target
 from vllm_mtpc.hf.attention import check_packing
@@ -40,13 +42,14 @@ WINDOW_BYTES = 16  # of data for each window of a run: a window starts at a toke
 MIN_BYTES = 16 << 20  # read in any case, so that the held-out text is varied
 
 
-def train(options: TrainOptions, command: str | None = None, again: str = AGAIN) -> Path:
+def train(options: TrainOptions, command: str | None = None, again: str = AGAIN, target: Target | None = None) -> Path:
     """Train a head and return its folder; every process of the run calls it.
 
     Args:
         options: Options, `settled`.
         command: The user's command, if another process started this one.
         again: Text that tells the user how to continue after an interruption.
+        target: The target, if it is loaded.
 
     Raises:
         MtpcError: The input is wrong; the message is one line.
@@ -54,7 +57,7 @@ def train(options: TrainOptions, command: str | None = None, again: str = AGAIN)
     """
     accelerator = make_accelerator(options)
     log = accelerator.print
-    target = read_target(options, accelerator.device)
+    target = target or read_target(options, accelerator.device)
     trainer: Trainer = options.trainer(options, target, accelerator)
     log(f"target {options.target}: vocabulary {target.vocab_size}, hidden size {target.hidden_size}, {target.dtype}")
     if trainer.partial_start:
@@ -111,7 +114,11 @@ def make_accelerator(options: TrainOptions) -> Accelerator:
 
 
 def read_target(options: TrainOptions, device: torch.device) -> Target:
-    """Load the target and check its attention over packed rows; raises UsageError."""
+    """Load the target, or what is needed of one that vLLM runs, and check attention over packed rows."""
+    if options.states_of(target_config(options.target)) == "vllm":
+        served = load_served_target(options.target, options.target_dtype, device, options.engine)
+        served.kept_bytes = options.cache_bytes
+        return served
     target = load_target(options.target, options.target_dtype, device, options.attention)
     check_packing(target.backbone, target.attention, device)
     return target
@@ -166,6 +173,12 @@ def settled(options: TrainOptions) -> TrainOptions:
         check_length(options.target, text, [[0]], options.evaluation_tokens + options.window, "--evaluation-tokens")
     if not options.regenerate:
         check_first_records(names, options.split, tokenizer_if_any(options.target))
+    is_divided = int(os.environ.get("WORLD_SIZE", "1")) > 1 or options.ray_workers
+    if options.states_of(config) == "vllm" and is_divided and not options.cache:
+        raise UsageError(
+            "states of vLLM with several processes: an engine would start in each; type vllm-mtpc cache --states vllm "
+            "first and train with --cache"
+        )
     longest = getattr(text, "max_position_embeddings", None) or sys.maxsize
     if options.seq_len is not None and options.seq_len > longest:
         raise UsageError(

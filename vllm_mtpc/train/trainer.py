@@ -113,6 +113,11 @@ class Trainer(ABC):
         """Raise ValueError for options that exclude each other."""
 
     @classmethod
+    def reads_states(cls, options: TrainOptions) -> bool:
+        """Return whether the target's states are all that is read of it, so that vLLM may compute them."""
+        return False
+
+    @classmethod
     def check_target(cls, options: TrainOptions, target: Any) -> None:
         """Raise an MtpcError for options that do not fit a target of this transformers config."""
         text = target.get_text_config()
@@ -158,6 +163,7 @@ class Trainer(ABC):
         epochs = options.epochs or (0 if options.minutes else 1)
         of_epochs = max(1, int(self.windows.steps_per_epoch() * epochs)) if epochs else UNLIMITED
         self.steps = options.max_steps or of_epochs
+        self.windows.ahead = self.steps if self.target.states == "vllm" else 0
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, betas=BETAS, weight_decay=0.0, fused=True)
         self.model, self.optimizer = accelerator.prepare(self.model, optimizer)
@@ -193,6 +199,7 @@ class Trainer(ABC):
                 bar.update()
                 if saves:
                     self.save_state()
+        self.windows.close()
 
     @property
     def is_finished(self) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
@@ -69,8 +70,11 @@ class WindowSource:
     rank: int = 0
     world: int = 1
     draw: Callable[[int, int], Tensor] | None = None  # (seed, windows of a step) -> random numbers, [windows, ...]
+    ahead: int = 0  # steps of the run; before them a thread computes the next block while the steps of one are taken
 
     def __post_init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1)
+        self._next: tuple[Tensor, Future[Any]] | None = None  # rows of the next block, and their hidden states
         self.starts = eligible(self.source.rows)  # [N, S]
         self.per_row = self.starts.sum(1)  # [N]
         self._held: tuple[Tensor, Tensor] | None = None  # rows of the current block, and their hidden states
@@ -91,12 +95,19 @@ class WindowSource:
 
     def batches(self, first_step: int = 0) -> Iterator[Windows]:
         """Yield the steps of all epochs, without end; the steps before `first_step` compute no hidden states."""
+        end = 0
         for epoch in count():
-            for number, block in enumerate(self.blocks(epoch), 1):
-                steps = self.steps_of(block)
-                if first_step < steps:
-                    yield from self._block_batches(block, (epoch, number), range(first_step, steps))
-                first_step = max(0, first_step - steps)
+            blocks = self.blocks(epoch)
+            for number, block in enumerate(blocks, 1):
+                begin, end = end, end + self.steps_of(block)
+                if first_step >= end:
+                    continue
+                self.states(block[self.rank :: self.world])
+                if end < self.ahead:
+                    following = blocks[number] if number < len(blocks) else self.blocks(epoch + 1)[0]
+                    rows = following[self.rank :: self.world]
+                    self._next = rows, self._pool.submit(self.source.hidden, rows)
+                yield from self._block_batches(block, (epoch, number), range(max(0, first_step - begin), end - begin))
 
     def _block_batches(self, block: Tensor, place: tuple[int, int], steps: range) -> Iterator[Windows]:
         """Yield steps of a block; place: its epoch and its number in it, from 1."""
@@ -116,8 +127,14 @@ class WindowSource:
         """Return the hidden states of rows; kept until other rows are asked for."""
         if self._held is None or not torch.equal(self._held[0], rows):
             self._held = None  # free the last block first
-            self._held = rows, self.source.hidden(rows)
+            coming = self._next
+            is_coming = coming is not None and torch.equal(coming[0], rows)
+            self._held = rows, coming[1].result() if coming and is_coming else self.source.hidden(rows)
         return self._held[1]
+
+    def close(self) -> None:
+        """Wait for the thread."""
+        self._pool.shutdown(cancel_futures=True)
 
     def _generator(self, epoch: int, block: int) -> torch.Generator:
         return torch.Generator().manual_seed(self._seed(epoch, block))

@@ -25,8 +25,8 @@ from vllm_mtpc.data.rows import Rows
 from vllm_mtpc.eval.ptp_acceptance import draft
 from vllm_mtpc.heads.ptp.distribution import STEPS, edges, log_likelihood, processed, u_inside
 from vllm_mtpc.heads.ptp.student import Prefix, Student
+from vllm_mtpc.hf import Target
 from vllm_mtpc.kernels.pick import pick
-from vllm_mtpc.train.cache import BATCH_ROWS
 from vllm_mtpc.train.losses import CHUNK_BYTES, WATCHED, in_chunks, zero_loss
 from vllm_mtpc.train.options import TrainOptions
 from vllm_mtpc.train.windows import Windows, window_states
@@ -105,7 +105,7 @@ class PrefixSource:
     def hidden(self, row_indices: Tensor) -> Block:
         """Return the block of rows[row_indices]."""
         tokens, documents = self.rows.tokens[row_indices], self.rows.document[row_indices]
-        parts = zip(tokens.split(BATCH_ROWS), documents.split(BATCH_ROWS), strict=True)
+        parts = zip(*(given.split(Target.rows_at_once) for given in (tokens, documents)), strict=True)
         prefixes, left, right = zip(*(self._batch(*part) for part in parts), strict=True)
         hidden, keys, values, positions, numbers = zip(*prefixes, strict=True)
         layers = [[torch.cat(states) for states in zip(*some, strict=True)] for some in (keys, values)]

@@ -1,0 +1,70 @@
+"""States that vLLM records are those of transformers, on both model runners, through chunks and preemption."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.tiny_targets import HYBRIDS, make_family
+from tests.support import forks
+from tests.support.engine import SMALL
+from vllm_mtpc.hf import load_target
+
+LENGTHS = (2, 61, 17, 40, 5, 33, 58, 29)
+PROMPTS = [[(7 * number + place * place) % 41 + 1 for place in range(size)] for number, size in enumerate(LENGTHS)]
+# Chunks of 32 tokens; the blocks hold half of all texts, so that requests are preempted.
+TIGHT = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "max_model_len": 96, "num_gpu_blocks_override": 7}
+TWO_GROUPS = {"num_gpu_blocks_override": 9}  # of Gemma2: windows are apart from full attention
+ATOL = 1e-4  # float32: sums in another order; the states are of order 1, other tokens or positions differ by 0.1
+
+
+def recorded(folder: Path, out: Path, layers: list[int], more: dict[str, Any]) -> dict[str, Any]:
+    """In a fork: the texts of an engine that records, and how often it preempted."""
+    from vllm import LLM, SamplingParams
+
+    engine = SMALL | TIGHT | more | {"block_size": 32, "enable_prefix_caching": False, "skip_tokenizer_init": True}
+    llm = LLM(str(folder), worker_extension_cls="vllm_mtpc.engine.recorder.Recorder", **engine)
+    llm.collective_rpc("start_recording", args=(json.dumps(layers),))
+    how = [SamplingParams(temperature=0, max_tokens=30 if number % 2 else 1, ignore_eos=True) for number in range(8)]
+    for number, (prompt, one) in enumerate(zip(PROMPTS, how, strict=True)):
+        llm.llm_engine.add_request(f"text-{number}", {"prompt_token_ids": prompt}, one)
+    texts: dict[str, list[int]] = {}
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            if output.finished:
+                texts[output.request_id] = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+    rows = [(name, len(tokens) - 1) for name, tokens in texts.items()]
+    llm.collective_rpc("write_states", args=(str(out), json.dumps(rows)))
+    llm.collective_rpc("write_states", args=("", "[]"))
+    metrics = {metric.name: metric for metric in llm.get_metrics()}
+    return {"texts": texts, "preemptions": metrics["vllm:num_preemptions"].value}
+
+
+@pytest.mark.parametrize(
+    ("family", "runner", "layers"),
+    [
+        ("Llama", "v1", [1, 2]),
+        ("Qwen3", "v1", [0]),
+        ("Gemma2", "v1", []),
+        ("GPTNeoX", "v1", []),
+        ("Llama", "v2", [1]),
+        ("FalconH1", "v1", []),
+        ("GraniteMoeHybrid", "v1", []),
+    ],
+)
+def test_recorded_states_are_those_of_transformers(tmp_path: Path, family: str, runner: str, layers: list[int]) -> None:
+    folder, out = make_family(family, tmp_path / "target"), tmp_path / "states.safetensors"
+    more = {"num_gpu_blocks_override": None} if family in HYBRIDS else TWO_GROUPS if family == "Gemma2" else {}
+    found = forks.call(runner, f"{__name__}:recorded", folder, out, layers, more, timeout=300)
+    target, texts = load_target(folder, torch.float32), found["texts"].values()
+    states = load_file(out)["states"].split([len(tokens) - 1 for tokens in texts])
+    for tokens, rows in zip(texts, states, strict=True):
+        expected = target.hidden_with(layers, torch.tensor([tokens]))[0, :-1]
+        torch.testing.assert_close(rows, expected, rtol=0, atol=ATOL)
+    assert found["preemptions"] > 0 or family in HYBRIDS, "no request was read again from its start"
+    assert max(map(len, texts)) > 80, "no text with a response"
