@@ -68,7 +68,8 @@ def started(
         environment: added to that of every engine.
     """
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **engine_environment(), **(environment or {})}
-    name = f"{job.__module__}:{job.__name__}"
+    module = sys.modules[job.__module__]
+    name = f"{module.__spec__.name if module.__spec__ else module.__name__}:{job.__name__}"  # of `python -m`: __main__
     what = {"job": name, "engine": engine, "on_cpu": on_cpu or {}, "given": given or {}}
     reading, writing = os.pipe()
     with tempfile.TemporaryFile() as lines, os.fdopen(reading, encoding="utf-8") as answers:

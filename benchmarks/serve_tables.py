@@ -1,4 +1,4 @@
-"""Write the tables of served speed into README.md and docs from the files of `bench serve`.
+"""Write the tables of served speed into README.md and docs from the files of `bench serve`, and that of train_cost.py.
 
     python -m benchmarks.serve_tables
 
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from statistics import fmean, median, stdev
 from typing import Any
 
+from benchmarks import train_cost
 from vllm_mtpc.engine import provenance
 
 CELLS = [(temperature, clients) for temperature in (1.0, 0.0) for clients in (1, 4, 16)]
@@ -163,8 +164,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "subword": subword,
     "draft": draft,
     "simulation": simulation,
+    "training cost": train_cost.table,
 }
-FILES = ("README.md", "docs/performance.md", "docs/serving.md")
+FILES = ("README.md", "docs/performance.md", "docs/serving.md", "docs/training.md")
 
 
 def fill(text: str) -> str:

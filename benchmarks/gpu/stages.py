@@ -13,6 +13,7 @@ from typing import Any
 from benchmarks.gpu.commands import MTPC, bench_serve, trained, words
 from benchmarks.gpu.drafters import BLOCK, TOY, drafters_in, window_of
 from benchmarks.gpu.parts import Part, Programme
+from benchmarks.gpu.train_stage import train
 from vllm_mtpc import demo
 
 PASSED = r"\b[1-9]\d* passed"  # pytest ends with 0 where every test was skipped
@@ -452,4 +453,5 @@ STAGES: dict[str, Callable[[Programme], list[Part]]] = {
     "ptp": ptp,
     "components": components,
     "drafters": drafters,
+    "train": train,
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import kernels, launches, serve_tables, sweep, synthetic, timing, training
+from benchmarks import kernels, launches, serve_tables, sweep, synthetic, timing, train_cost, training
 from tests.support.configs import engine_config
 from tests.support.engine import Engine, ask, run
 from tests.support.models import make_target
@@ -35,7 +35,17 @@ def test_served_speeds_in_documents_equal_their_result_files(root: Path, name: s
     text = (root / name).read_text(encoding="utf-8")
     assert serve_tables.fill(text) == text, "type: python -m benchmarks.serve_tables"
     falsified = text.replace("1.57x", "1.75x").replace("of an oracle in steady load", "of the oracle")
+    falsified = falsified.replace("819 GB", "918 GB")
     assert falsified != text and serve_tables.fill(falsified) == text
+
+
+def test_assumed_float32_share_reproduces_the_measured_step(root: Path) -> None:
+    rows = json.loads((root / "benchmarks" / "results" / "training-cuda.json").read_text())["rows"]
+    (row,) = (row for row in rows if row["shape"]["name"] == "subwords" and row["shape"]["chunk"] == 128)
+    n, r, size, windows = 8, 8, 1024 * 32000, 128  # of that row: every component has its own row of the lm_head
+    products = 2 * size * (3 * n * r + 2 * n) / (train_cost.FLOAT32_SHARE * train_cost.FLOAT32_FLOPS)
+    logits = train_cost.LOGIT_PASSES * 4 * n * r * 32000 / (train_cost.MEMORY_SHARE * 4.8e12)  # bytes/s of an H200
+    assert windows * (products + logits) == pytest.approx(row["seconds"][0], rel=0.05)
 
 
 def test_sweep_trains_every_run_once(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:

@@ -21,7 +21,8 @@ T1 = {"tokens_per_step": 1.75, "standard_error": 0.0312, "per_position": [0.5, 0
 T1 |= {"sequences": 6, "contexts": 123, "steps": 70.5, "target_bits": 2.125, "joint_bits": 3.25}
 T0 = {**T1, "tokens_per_step": 2.5, "per_position": [0.8]}
 RUN = {"steps": 1300, "minutes": 3.25, "tokens": 54321, "documents": 9, "data_sha256": "ab" * 32}
-RUN |= {"tokens_per_second": 5031.2, "peak_memory_bytes": 3 * 2**29, "processes": 2}
+RUN |= {"tokens_per_second": 5031.2, "peak_memory_bytes": 3 * 2**29, "processes": 2, "states": "transformers 5.19.0"}
+SERVED = {"engine": {"tensor_parallel_size": 2, "download_dir": "/data/hub"}}
 
 
 def make(tmp_path: Path, figures: dict, run: dict, **changes: object) -> dict:
@@ -84,7 +85,8 @@ ROWS = [  # rows and sentences of a measured head's card
     "| Tokens of a step started anywhere | 1.812 | 1.812 |\n", "| Bits per token, the head's joint | 3.250 | 3.250 |\n",
     "| Sequences / contexts | 6 / 123 | 6 / 123 |\n", "includes the target's own token",
     "54,321 tokens of 9 documents", "1,300 steps of 4,096 windows", "5,031 window tokens/s", "1.50 GiB", "3.2 minutes",
-    "2 process(es)", "seed 0", "standard error over sequences",
+    "2 process(es)", "seed 0", "standard error over sequences", "\n- Hidden states computed by transformers 5.19.0\n",
+    "`a.txt`; 54,321 tokens of 9 documents, SHA-256 of the packed rows `abab", "minutes on ",
 ]  # fmt: skip
 
 
@@ -94,6 +96,11 @@ ROWS = [  # rows and sentences of a measured head's card
         ({"t1": T1, "t0": T0}, RUN, {"components": 8, "beta": 0.25}, ROWS, ["untrained", "Not measured"]),
         ({}, RUN, {}, ["**Not measured**", "head --data DATA", "](loss.png)"], ["untrained", "acceptance.png"]),
         ({}, RUN, {"lora_layers": 2}, ["last 2 layers", "Model Runner V2 alone", "## Training"], []),
+        (
+            *({}, RUN | {"states": "vllm 0.32.0"}, SERVED),
+            ['by vllm 0.32.0, engine options `{"download_dir": "hub", "tensor_parallel_size": 2}`\n'],
+            ["/data"],
+        ),
         ({}, {"steps": 0}, {}, ["**This head is untrained**"], ["## Training", "| Tokens/step", "loss.png"]),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import shutil
 import signal
 from dataclasses import asdict
@@ -180,6 +181,15 @@ def test_loss_is_read_only_to_log_or_save(tiny_target, tmp_path, monkeypatch):
     trainer.train()
     assert steps == [3, 6, 9, 12]
     assert [line["step"] for line in read_metrics(tmp_path / METRICS_FILE)] == [6, 12]
+
+
+def test_resumed_run_counts_the_minutes_of_earlier_starts(tiny_target, tmp_path):
+    for steps, is_resumed, minutes in ((2, False, 0), (4, True, 5)):
+        run(options_for(tiny_target, tmp_path, max_steps=steps, log_every=1, resume=is_resumed), tiny_target)
+        lines = read_metrics(tmp_path / METRICS_FILE)
+        assert lines[-1]["step"] == steps and minutes < lines[-1]["minutes"] < minutes + 1
+        lines[-1]["minutes"] = 5
+        (tmp_path / METRICS_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def test_resume_accepts_the_same_paths_in_another_form(tiny_target, tmp_path, monkeypatch):

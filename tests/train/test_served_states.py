@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from benchmarks.tiny_targets import HYBRIDS, make_family
 from tests.support import forks
 from tests.support.engine import SMALL
+from vllm_mtpc.engine.served_target import load_served_target
 from vllm_mtpc.hf import load_target
 
 LENGTHS = (2, 61, 17, 40, 5, 33, 58, 29)
@@ -68,3 +69,10 @@ def test_recorded_states_are_those_of_transformers(tmp_path: Path, family: str, 
         torch.testing.assert_close(rows, expected, rtol=0, atol=ATOL)
     assert found["preemptions"] > 0 or family in HYBRIDS, "no request was read again from its start"
     assert max(map(len, texts)) > 80, "no text with a response"
+
+
+def test_target_dtype_by_name_is_that_of_engine_and_lm_head(tmp_path: Path) -> None:
+    folder = make_family("Llama", tmp_path)
+    for name, dtype in (("bfloat16", torch.bfloat16), ("auto", torch.float32)):
+        target = load_served_target(folder, name, "cpu", {})
+        assert target.dtype == dtype and target.recorder.options["dtype"] == str(dtype).removeprefix("torch.")

@@ -51,6 +51,8 @@ def public(value: Any) -> Any:
     """Return a setting without absolute paths: relative to this folder, or the last name alone."""
     if isinstance(value, list):
         return [public(part) for part in value]
+    if isinstance(value, dict):
+        return {key: public(part) for key, part in value.items()}
     if not isinstance(value, str):
         return value
     flag, equals, path = value.partition("=")

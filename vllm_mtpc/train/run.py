@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from signal import SIGINT, Signals
@@ -86,7 +87,7 @@ def train(options: TrainOptions, command: str | None = None, again: str = AGAIN,
         now = {"tokens_per_second": trainer.tokens_per_second, "peak_memory_bytes": peak}
         lines = read_metrics(options.out / METRICS_FILE) or [now]  # a finished run that is resumed may have none
         run = {
-            "minutes": round((time.monotonic() - started) / 60, 1),
+            "minutes": round(trainer.earlier_minutes + (time.monotonic() - started) / 60, 1),
             "steps": trainer.step,
             "tokens": report.tokens,
             "documents": report.documents,
@@ -94,6 +95,7 @@ def train(options: TrainOptions, command: str | None = None, again: str = AGAIN,
             "tokens_per_second": lines[-1]["tokens_per_second"],
             "peak_memory_bytes": max(line["peak_memory_bytes"] for line in lines),
             "processes": accelerator.num_processes,
+            "states": f"{target.states} {version(target.states)}",
         }
         trainer.finish(weights, prompts, run | ({"command": command} if command else {}))
     return options.out

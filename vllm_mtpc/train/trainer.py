@@ -91,6 +91,7 @@ class Trainer(ABC):
     greedy_share: ClassVar[float] = 0.2  # of the responses of `regenerate`
     draw: Callable[[int, int], Tensor] | None = None  # random numbers of windows, see WindowSource
     loss_unit = "nats per token"
+    earlier_minutes = 0.0  # of the starts before --resume
     partial_start = ""  # weights of a new backbone that the target's layers do not have
     config: Any
     model: Any  # module (windows, watch) -> (loss, watched sums)
@@ -175,7 +176,7 @@ class Trainer(ABC):
         if self.options.resume:
             self.step = state.load_state(self.folder, self.accelerator, self.options)
         self._start_metrics()
-        batches, started, tokens = self.windows.batches(self.step), time.monotonic(), 0
+        batches, self.started, tokens = self.windows.batches(self.step), time.monotonic(), 0
         total = None if self.steps == UNLIMITED else self.steps
         quiet, kind = not self.accelerator.is_main_process, getattr(self.options, self.kind_option)
         with self.stopping, Bar(total=total, initial=self.step, desc=kind, unit="step", disable=quiet) as bar:
@@ -192,7 +193,7 @@ class Trainer(ABC):
                     if not math.isfinite(loss):
                         raise self._diverged(f"the loss is {loss}")
                 if logs:
-                    self.tokens_per_second = tokens / (time.monotonic() - started)
+                    self.tokens_per_second = tokens / (time.monotonic() - self.started)
                     line = self._log(loss, watched, rate)
                     shown = {"loss": f"{loss:.4f}", "tokens/step": f"{line['tokens_per_step']:.2f}"}
                     bar.set_postfix(shown, refresh=False)
@@ -252,6 +253,7 @@ class Trainer(ABC):
             "loss": loss,
             "tokens_per_step": (tokens / windows).item(),
             "learning_rate": rate,
+            "minutes": self.earlier_minutes + (time.monotonic() - self.started) / 60,
             "tokens_per_second": round(self.tokens_per_second, 1),
             "peak_memory_bytes": peak_memory_bytes(self.accelerator.device),
         }
@@ -267,6 +269,7 @@ class Trainer(ABC):
         file = self.options.out / METRICS_FILE
         kept = [line for line in read_metrics(file) if line["step"] <= self.step] if self.options.resume else []
         file.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        self.earlier_minutes = kept[-1].get("minutes", 0.0) if kept else 0.0
 
     @abstractmethod
     def save(self, results: Mapping[str, Any], run: Mapping[str, Any]) -> None:
