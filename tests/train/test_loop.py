@@ -103,7 +103,7 @@ def test_chunks_of_a_step_give_the_same_loss_and_gradients(tiny_target, tmp_path
         loss, watched = trainer.model(next(trainer.windows.batches()), watch=True)
         loss.backward()
         assert watched[1] > 0
-        found.append([loss, *(value.grad for value in trainer.model.parameters() if value.grad is not None)])
+        found.append([loss, watched, *(value.grad for value in trainer.model.parameters() if value.grad is not None)])
     for other in found[1:]:  # float32 sums in another order
         for value, expected in zip(other, found[0], strict=True):
             torch.testing.assert_close(value, expected, rtol=1e-3, atol=1e-6)

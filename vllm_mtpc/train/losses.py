@@ -124,9 +124,12 @@ class Drafter(nn.Module):
         loss = step_loss(self.head, read, tokens, counts, log_p, self.options)
         if not watch:
             return loss, None
+
+        def watched_sums(piece: slice) -> Tensor:
+            return watched_tokens(self.head, read(piece), tokens[piece], log_p(piece))
+
         with torch.no_grad():
-            some = slice(0, WATCHED)
-            return loss, watched_tokens(self.head, read(some), tokens[some], log_p(some))
+            return loss, in_chunks(watched_sums, len(tokens[:WATCHED]), chunk_size(self.options, self.head))
 
     def read(self, batch: Windows) -> tuple[Reader, Tensor, Tensor, Reader]:
         """Return the reader of the head's input, tokens [B, n], counts [n], and the reader of log p_k [., n, V]."""
