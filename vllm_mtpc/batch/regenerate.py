@@ -106,11 +106,10 @@ def _engine(
     if respond is not None:
         seeds = [int(one.id[:8], 16) for one in requests]
         found = respond([one.prompt_ids for one in requests], {**sampling, "max_tokens": options.max_tokens}, seeds)
-        made = zip(requests, found, strict=True)
         waiting = (
             {"id": one.id}
             | ({"response_ids": tokens[len(one.prompt_ids) :], "finish_reason": reason} if reason else {})
-            for one, (tokens, _, reason) in made
+            for one, (tokens, _, reason) in zip(requests, found, strict=True)
         )
         yield iter(lambda: list(islice(waiting, WAVE)), [])
         return

@@ -31,7 +31,7 @@ ATTEMPTS = 3
 IN_FLIGHT = 256  # requests at the engine
 WAVE = 64  # texts of a file
 RECORDER = {"worker_extension_cls": "vllm_mtpc.engine.recorder.Recorder", "enable_prefix_caching": False}
-TOKEN_IDS = {"skip_tokenizer_init": True}  # texts are token ids
+RECORDER |= {"skip_tokenizer_init": True}  # texts are token ids
 SHARED_GPU = {"gpu_memory_utilization": 0.5}  # the head is trained on the same device
 READING = {"max_tokens": 1, "temperature": 0.0}
 NO_STATES = torch.zeros(0, 0)
@@ -56,7 +56,7 @@ class RecordingEngine:
 
     def __init__(self, target: str, options: dict[str, Any], on_cuda: bool) -> None:
         defaults = SHARED_GPU if on_cuda else {**ON_CPU, "enable_chunked_prefill": False}
-        self.options = {"model": target, **OWN_SAMPLING, **TOKEN_IDS, **defaults, **options, **RECORDER}
+        self.options = {"model": target, **OWN_SAMPLING, **defaults, **options, **RECORDER}
         self.layers: tuple[int, ...] = ()
         self.server: VllmServer | None = None
         self.has_failed = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,8 @@ class ServedTarget(Target):
     def columns(self, states: Tensor, layers: Sequence[int]) -> Tensor:
         """Return the states of `layers` and the final ones of recorded states, which may have more layers."""
         parts = states.split(self.hidden_size, -1)
-        return torch.cat([*(parts[self.recorder.layers.index(layer)] for layer in layers), parts[-1]], -1)
+        own = [parts[self.recorder.layers.index(layer)] for layer in layers]
+        return torch.cat([*own, parts[-1]], -1) if layers else parts[-1]
 
 
 def text_key(tokens: Sequence[int]) -> bytes:
@@ -111,6 +113,8 @@ def load_served_target(
     Raises:
         UsageError, CheckpointError: the config, or the embeddings and the lm_head, cannot be read.
     """
+    from transformers import GenerationConfig
+
     name, config = str(name), target_config(name)
     shards, text = Shards(Path(name) if Path(name).is_dir() else download(name, "target")), config.get_text_config()
     embedding = read_weight(shards, EMBEDDINGS)
@@ -122,22 +126,15 @@ def load_served_target(
         )
     if not isinstance(dtype, torch.dtype):
         dtype = text.dtype or embedding.dtype if dtype == "auto" else getattr(torch, dtype)
+    generation = None  # it may have more end-of-text tokens than the config
+    with suppress(OSError):
+        generation = GenerationConfig.from_pretrained(name)
     weights = (weight.to(device, dtype) for weight in (embedding, lm_head))
-    model = ServedModel(config, generation_config(name), *weights).requires_grad_(False)
+    model = ServedModel(config, generation, *weights).requires_grad_(False)
     options = {"dtype": str(dtype).removeprefix("torch."), **engine}
     options.pop("speculative_config", None)
     recorder = RecordingEngine(name, options, torch.device(device).type == "cuda")
     return ServedTarget(name, model, tokenizer_if_any(name), nn.Module(), model.lm_head, "vllm", recorder)
-
-
-def generation_config(name: str) -> Any:
-    """Return the target's own generation config, which may have more end-of-text tokens; None without."""
-    from transformers import GenerationConfig
-
-    try:
-        return GenerationConfig.from_pretrained(name)
-    except OSError:
-        return None
 
 
 def read_weight(shards: Shards, names: Sequence[str]) -> Tensor | None:
@@ -145,17 +142,14 @@ def read_weight(shards: Shards, names: Sequence[str]) -> Tensor | None:
     for name in names:
         if found := shards.find_suffix(f"{name}.weight"):
             scale = shards.find_suffix(f"{name}.weight_scale")
-            return (
-                shards.read(found) if scale is None else shards.read(found, dtypes=(torch.int8,)) * shards.read(scale)
-            )
+            if scale is None:
+                return shards.read(found)
+            return shards.read(found, dtypes=(torch.int8,)) * shards.read(scale)
     return None
 
 
 def must_be_served(config: Any, engine: Mapping[str, Any]) -> bool:
-    """Return whether transformers does not load a target of this config as vLLM serves it.
-
-    It is quantised, has recurrent layers, or is divided over GPUs.
-    """
+    """Return whether a target of this config is quantised, has recurrent layers, or is divided over GPUs."""
     text = config.get_text_config()
     kinds = {*(getattr(text, "layer_types", None) or ()), *(getattr(text, "layers_block_type", None) or ())}
     kinds |= {"mamba"} if any(name.startswith("mamba_") for name in vars(text)) else set()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -196,21 +195,14 @@ def target_of(folder: Path, config: AnyHeadConfig, given: str | None) -> str:
 
 
 def load(
-    name: str,
-    target: str | None = None,
-    dtype: str = "auto",
-    device: str = "auto",
-    engine: Mapping[str, Any] = MappingProxyType({}),
+    name: str, target: str | None = None, dtype: str = "auto", device: str = "auto", engine: Any = None
 ) -> Evaluator:
-    """Load a head and its target, which computes in ``dtype``; ``engine``: options of a target that vLLM must run.
-
-    Raises MtpcError where either cannot be loaded.
-    """
+    """Load a head and its target, which computes in ``dtype``; ``engine``: options of a target that vLLM must run."""
     (folder, config), on = resolve(name), choose_device(device)
     target_dtype, target = dtype if dtype == "auto" else getattr(torch, dtype), target_of(folder, config, target)
     reads_states = FAMILIES[config.speculators_model_type].evaluator.reads_states(config)
-    if reads_states and must_be_served(target_config(target), engine):
-        return attach(folder, load_served_target(target, target_dtype, on, engine))
+    if reads_states and must_be_served(target_config(target), engine or {}):
+        return attach(folder, load_served_target(target, target_dtype, on, engine or {}))
     return attach(folder, load_target(target, target_dtype, on, attention="torch"))
 
 

@@ -91,7 +91,7 @@ def with_responses(options: TrainOptions) -> tuple[TrainOptions, Any]:
     shared = {name: getattr(options, name) for name in ("target", "data", "seed", "split")}
     shared |= {"max_tokens": RESPONSE_TOKENS, "crops": CROPS, "dtype": options.target_dtype, "engine": options.engine}
     target: Any = None
-    if options.states_of(target_config(options.target)) == "vllm":
+    if options.trainer.reads_states(options) and options.states_of(target_config(options.target)) == "vllm":
         target = read_target(options, choose_device(options.device))
     files = [
         regenerate(

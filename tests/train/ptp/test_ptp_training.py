@@ -267,7 +267,7 @@ def test_defaults_depend_on_the_family() -> None:
 def test_responses_are_sampled_as_trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = []
     monkeypatch.setattr(
-        "vllm_mtpc.batch.regenerate.regenerate", lambda settings: asked.append(settings) or settings.out
+        "vllm_mtpc.batch.regenerate.regenerate", lambda settings, _: asked.append(settings) or settings.out
     )
     distribution = {"temperature": 0.7, "top_k": 50, "top_p": 0.95}
     options = command.with_responses(parse(REQUIRED | distribution | {"out": tmp_path, "regenerate": 10}))
