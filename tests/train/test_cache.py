@@ -104,10 +104,11 @@ def test_reading_a_few_rows_reads_only_their_pages(tmp_path):
         pytest.skip("resident memory is read from /proc, which this system does not have")
     file, size = tmp_path / "shard-00000.safetensors", (256, 512, 512)
     save_file({"hidden": torch.ones(size)}, file, {"format": "pt"})
-    empty = Rows(*(torch.empty(0) for _ in range(3)))
+    rows = Rows(*(torch.empty(size[:2]) for _ in range(3)))
+    shard = cache.Shard(file, rows, torch.float32, (), {"format": "pt"})
     before = resident()
-    shard = cache._read_shard(file, torch.float32, size, {"format": "pt"})
-    states = HiddenCache(empty, [shard], torch.device("cpu")).hidden(torch.tensor([250, 3]))
+    mapped = cache._read_shard(shard, size[2])
+    states = HiddenCache(rows, [mapped], torch.device("cpu")).hidden(torch.tensor([250, 3]))
     assert states.shape == (2, 512, 512) and bool((states == 1).all())
     assert resident() - before < 64 << 20
 
@@ -122,7 +123,7 @@ def test_reading_a_few_rows_reads_only_their_pages(tmp_path):
 )
 def test_interrupted_cache_continues(folder, target, rows, monkeypatch, error):
     is_full = isinstance(error, Exception)
-    message = r"No space left on device.*\); finished shards are intact: free space and run again" if is_full else None
+    message = r"No space left on device.*intact: correct this \(.*\), and run again" if is_full else None
     real = cache.save_file
 
     def save(tensors: object, path: Path, metadata: object) -> None:

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 from vllm_mtpc.batch import lines, worker
 from vllm_mtpc.batch.options import BatchOptions
 from vllm_mtpc.engine.counters import Acceptance
-from vllm_mtpc.engine.options import validated
+from vllm_mtpc.engine.options import EngineOptions, validated
 from vllm_mtpc.errors import EngineFailed, UsageError, install
 from vllm_mtpc.flags import add_flags, typed
 from vllm_mtpc.progress import Bar
@@ -48,10 +49,9 @@ def run(args: argparse.Namespace) -> int:
     if not left:
         print(f"nothing to do: {options.output} has the answers of all {len(read.lines):,} lines")
         return 0
-    if options.is_on_ray and find_spec("ray") is None:
-        raise UsageError(f"Ray is not installed; type: {install('ray')}, or leave --ray and --replicas out")
     parts = [{"name": name, "lines": json.dumps(part)} for name, part in left.items()]
-    results = (_answer_on_ray if options.is_on_ray else _answer_here)(options, parts)
+    on_ray = partial(map_on_ray, worker.Worker, (options, worker.PROGRAM), concurrent=options.concurrent_parts)
+    results = on_ray(options, parts, options.address) if options.is_on_ray else _answer_here(options, parts)
     started, total = time.monotonic(), Counter(lines=0, errors=0, tokens=0)
     engines: dict[str, Acceptance] = {}  # latest counters of each engine
     try:
@@ -90,24 +90,31 @@ def _answer_here(options: BatchOptions, parts: list[dict[str, str]]) -> Iterator
         engine.close()
 
 
-def _answer_on_ray(options: BatchOptions, parts: list[dict[str, str]]) -> Iterator[dict[str, Any]]:
-    """Each part is a separate block: Ray returns it when it is answered, and retries it if its actor or node dies."""
+def map_on_ray(
+    worker: type, arguments: Any, options: EngineOptions, items: Any, address: str | None = None, concurrent: int = 1
+) -> Iterator[dict[str, Any]]:
+    """Yield worker(*arguments)(item) of items, by an actor for each engine of the options, in any order.
+
+    Each item is a separate block: Ray returns it when it is done, and retries it if its actor or node dies.
+    """
+    if find_spec("ray") is None:
+        raise UsageError(f"Ray is not installed; type: {install('ray')}, or leave --ray and --replicas out")
     import ray
     from ray.data import ActorPoolStrategy, DataContext
 
     if not ray.is_initialized():
-        ray.init(address=options.address, log_to_driver=False, logging_level=logging.WARNING)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     context = DataContext.get_current()
     context.enable_progress_bars = False
     context.execution_options.preserve_order = False
-    asked = ray.data.from_items(parts, override_num_blocks=len(parts)).map(
-        worker.Worker,
-        fn_constructor_args=(options, worker.PROGRAM),
+    asked = ray.data.from_items(items, override_num_blocks=len(items)).map(
+        worker,
+        fn_constructor_args=arguments,
         compute=ActorPoolStrategy(
-            size=min(options.replicas, len(parts)),
-            max_tasks_in_flight_per_actor=options.concurrent_parts,
-            max_concurrent_calls_per_actor=options.concurrent_parts,
+            size=min(options.replicas, len(items)),
+            max_tasks_in_flight_per_actor=concurrent,
+            max_concurrent_calls_per_actor=concurrent,
             enable_true_multi_threading=True,
         ),
         num_cpus=options.cpus,

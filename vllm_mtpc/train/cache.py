@@ -5,8 +5,7 @@
     index.json                 target, data, sizes
     shard-00000.safetensors    hidden [R, S, D] of rows 0..R-1, and so on; the last shard may be shorter
 
-Shards are written one after the other, each complete or absent; an interrupted run continues with the first absent one.
-States of padding are zero.
+A shard is complete or absent; an interrupted run continues with the absent ones. States of padding are zero.
 """
 
 from __future__ import annotations
@@ -14,10 +13,11 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -91,7 +91,8 @@ class Computed:
         shape = len(row_indices), self.rows.tokens.shape[1], self.hidden_size
         states = torch.empty(shape, dtype=self.dtype, device=self.target.device)
         layers = self.layers if self.layer is None else [self.layer]
-        with Bar(total=shape[0], desc="hidden states", unit="row", leave=False, disable=shape[0] < SLOW_ROWS) as bar:
+        is_quick = shape[0] < SLOW_ROWS or shape[0] <= self.target.rows_at_once
+        with Bar(total=shape[0], desc="hidden states", unit="row", leave=False, disable=is_quick) as bar:
             for first in range(0, shape[0], self.target.rows_at_once):
                 some = row_indices[first : first + self.target.rows_at_once].cpu()
                 document = self.rows.document[some]
@@ -119,8 +120,27 @@ class HiddenCache:
         return states.to(self.device)
 
 
+class Shard(NamedTuple):
+    """A file of a cache, which any process that has the target can write."""
+
+    path: Path
+    rows: Rows  # [R, S]
+    dtype: torch.dtype
+    layers: Sequence[int]
+    metadata: dict[str, str]
+
+    def copy(self) -> Shard:
+        """Return a shard to be pickled: slices would be pickled with the rows of all shards."""
+        return self._replace(rows=Rows(*(part.clone() for part in self.rows)))
+
+
 def write_cache(
-    folder: Path, target: Target, rows: Rows, dtype: torch.dtype | None = None, layers: Sequence[int] = ()
+    folder: Path,
+    target: Target,
+    rows: Rows,
+    dtype: torch.dtype | None = None,
+    layers: Sequence[int] = (),
+    write: Callable[[list[Shard]], Iterable[int]] | None = None,
 ) -> HiddenCache:
     """Write the states of `rows` into `folder`, or the missing ones, and return the cache. Call it in one process.
 
@@ -130,6 +150,7 @@ def write_cache(
         rows: Packed rows.
         dtype: Of the states on disk. Default: that of the folder, else the target's.
         layers: As of `Computed`.
+        write: Writes shards and yields numbers of computed rows; raises OSError. Default: `write_shard` for each.
 
     Raises:
         MtpcError: The folder holds other states, a file is damaged, states are not finite in `dtype`, or the disk is
@@ -160,15 +181,15 @@ def write_cache(
             f"{folder} holds other hidden states: {', '.join(values)}; name another folder, or delete this one"
         )
     metadata = {"format": "pt", "data": index["data_fingerprint"], "target": index["target_fingerprint"]}
-    parts = torch.arange(num_rows).split(per_shard)
-    files = {folder / f"shard-{number:05d}.safetensors": part for number, part in enumerate(parts)}
-
-    def read(path: Path) -> Tensor:
-        return _read_shard(path, source.dtype, (len(files[path]), seq_len, source.hidden_size), metadata)
+    parts = enumerate(zip(*(part.split(per_shard) for part in rows), strict=True))
+    stored = source.dtype, layers, metadata
+    shards = [Shard(folder / f"shard-{number:05d}.safetensors", Rows(*part), *stored) for number, part in parts]
 
     try:
-        states = {path: read(path) for path in files if path.is_file()}
-        left = sum(len(part) for path, part in files.items() if path not in states)
+        there = set(folder.glob("shard-*"))  # a client of NFS that asks for an absent file misses it for a while
+        states = {shard.path: _read_shard(shard, source.hidden_size) for shard in shards if shard.path in there}
+        missing = [shard for shard in shards if shard.path not in there]
+        left = sum(len(shard.rows.tokens) for shard in missing)
         folder.mkdir(parents=True, exist_ok=True)
         if left * row_bytes > (free := shutil.disk_usage(folder).free):
             raise UsageError(
@@ -177,39 +198,44 @@ def write_cache(
             )
         if not given:
             replace_file(file, (json.dumps(index, indent=2) + "\n").encode())
+        tokens_per_row = int((rows.document >= 0).sum()) / num_rows
+        counts = write(missing) if write else chain.from_iterable(write_shard(shard, target) for shard in missing)
         with Bar(total=num_rows, initial=num_rows - left, desc="hidden states", unit="row") as bar:
-            for path in [path for path in files if path not in states]:
-                new = _finite_states(source, files[path], bar)
-                with replacing(path) as (partial,):
-                    save_file({"hidden": new}, partial, metadata)
-                    partial.chmod(0o644)  # safetensors gives access to the owner only
-                states[path] = read(path)
+            for count in counts:
+                rate = (bar.n - bar.initial + count) * tokens_per_row / (bar.format_dict["elapsed"] + 1e-9)
+                bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
+                bar.update(count)
+        states |= {shard.path: _read_shard(shard, source.hidden_size) for shard in missing}
     except (OSError, SafetensorError) as error:  # safetensors wraps the system's errors
         raise UsageError(
-            f"{folder}: hidden states cannot be written ({first_line(error)}); finished shards are intact: free space "
-            "and run again to continue"
+            f"{folder}: hidden states cannot be written ({first_line(error)}); finished shards are intact: correct "
+            "this (a full disk: free space), and run again to continue"
         ) from None
-    return HiddenCache(rows, [states[path] for path in files], target.device)
+    return HiddenCache(rows, [states[shard.path] for shard in shards], target.device)
 
 
-def _finite_states(source: Computed, rows: Tensor, bar: Bar) -> Tensor:
-    parts = []
-    for some in rows.split(source.target.rows_at_once):
+def write_shard(shard: Shard, target: Target) -> Iterator[int]:
+    """Compute states and write them to their file; yields the number of rows after each part of them."""
+    source, parts = Computed(target, shard.rows, shard.dtype, layers=shard.layers), []
+    for some in torch.arange(len(shard.rows.tokens)).split(target.rows_at_once):
         parts.append(source.hidden(some).cpu())
         if not bool(torch.isfinite(parts[-1]).all()):
             raise UsageError(
-                f"the target's states of rows {some[0]} to {some[-1]} hold NaN or infinity as "
-                f"{str(source.dtype).removeprefix('torch.')}; allowed: finite values; give dtype bfloat16 or float32"
+                f"{shard.path}: states of rows {some[0]} to {some[-1]} hold NaN or infinity as "
+                f"{str(shard.dtype).removeprefix('torch.')}; allowed: finite values; give dtype bfloat16 or float32"
             )
-        bar.update(len(some))
-    return torch.cat(parts)
+        yield len(some)
+    with replacing(shard.path) as (partial,):
+        save_file({"hidden": torch.cat(parts)}, partial, shard.metadata)
+        partial.chmod(0o644)  # safetensors gives access to the owner only
 
 
-def _read_shard(path: Path, dtype: torch.dtype, shape: tuple[int, ...], metadata: dict[str, str]) -> Tensor:
+def _read_shard(shard: Shard, hidden_size: int) -> Tensor:
+    path, expected = shard.path, (shard.dtype, (*shard.rows.tokens.shape, hidden_size), shard.metadata)
     try:
         with safe_open(path, framework="pt") as handle:
             states, found = handle.get_tensor("hidden"), handle.metadata()
-        if (states.dtype, tuple(states.shape), found) != (dtype, shape, metadata):
+        if (states.dtype, tuple(states.shape), found) != expected:
             raise OSError(f"it holds {states.dtype} {tuple(states.shape)} of {found}, not those of {INDEX_FILE}")
     except (SafetensorError, OSError) as error:
         raise UsageError(f"{path} is not usable ({error}); delete it and run the command that made it again") from None

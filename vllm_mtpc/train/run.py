@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -17,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm_mtpc.batch.command import map_on_ray
 from vllm_mtpc.checkpoint.locate import check_out
 from vllm_mtpc.data.rows import PackingReport, Rows, pack, split_validation
 from vllm_mtpc.data.sources import Documents, check_first_records, load_documents, size_of
+from vllm_mtpc.engine.options import EngineOptions
 from vllm_mtpc.engine.provenance import public
 from vllm_mtpc.engine.served_target import load_served_target
 from vllm_mtpc.errors import MtpcError, UsageError, install
@@ -27,7 +30,7 @@ from vllm_mtpc.hf import Target, check_length, choose_device, load_target
 from vllm_mtpc.hf.attention import check_packing
 from vllm_mtpc.hf.model import target_config, tokenizer_if_any
 from vllm_mtpc.report import check_folder
-from vllm_mtpc.train.cache import data_fingerprint
+from vllm_mtpc.train.cache import SafetensorError, Shard, data_fingerprint, write_shard
 from vllm_mtpc.train.card import command_line
 from vllm_mtpc.train.options import STATE_FOLDER, TrainOptions, parse
 from vllm_mtpc.train.state import absolute_paths
@@ -244,3 +247,32 @@ def cause(error: Exception) -> Exception:
 
 def _ray_worker(values: dict[str, Any]) -> None:
     train(parse(values["options"]), values["command"])
+
+
+class ShardWriter:
+    """An actor of Ray Data with a target of its own, whose engine starts with the first shard."""
+
+    target: Target | None = None
+
+    def __init__(self, options: TrainOptions) -> None:
+        self.options = options
+
+    def __call__(self, item: dict[str, bytes]) -> dict[str, Any]:
+        """Write item["shard"] and return the number of its rows, or an error of one line."""
+        try:
+            self.target = self.target or read_target(self.options, choose_device(self.options.device))
+            return {"rows": sum(write_shard(pickle.loads(item["shard"]), self.target)), "error": ""}
+        except (MtpcError, OSError, SafetensorError) as error:
+            return {"rows": 0, "error": str(error)}
+
+
+def write_on_ray(options: TrainOptions, engines: int, shards: list[Shard]) -> Iterator[int]:
+    """Write shards by so many engines on Ray; yields the number of rows of each that is complete; raises OSError."""
+    options = options.model_copy(update=absolute_paths(options.model_dump()))  # actors have other working directories
+    engine = {"model": options.target, "replicas": engines, "engine": options.engine}
+    resources = EngineOptions.model_validate(engine | ({"gpus": 0} if options.device == "cpu" else {}))
+    items = [{"shard": pickle.dumps(shard.copy())} for shard in shards]
+    for done in map_on_ray(ShardWriter, (options,), resources, items) if items else ():
+        if done["error"]:
+            raise OSError(done["error"])
+        yield done["rows"]

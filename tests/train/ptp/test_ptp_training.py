@@ -270,7 +270,7 @@ def test_responses_are_sampled_as_trained(monkeypatch: pytest.MonkeyPatch, tmp_p
         "vllm_mtpc.batch.regenerate.regenerate", lambda settings, _: asked.append(settings) or settings.out
     )
     distribution = {"temperature": 0.7, "top_k": 50, "top_p": 0.95}
-    options = command.with_responses(parse(REQUIRED | distribution | {"out": tmp_path, "regenerate": 10}))
+    options, _ = command.with_responses(parse(REQUIRED | distribution | {"out": tmp_path, "regenerate": 10}))
     assert options.data == [str(tmp_path / "data" / "sampled.jsonl")]
     assert [(one.temperature, one.top_k, one.top_p, one.limit) for one in asked] == [(0.7, 50, 0.95, 10)]
 
