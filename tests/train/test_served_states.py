@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from benchmarks.tiny_targets import HYBRIDS, make_family
 from tests.support import forks
 from tests.support.engine import SMALL
 from vllm_mtpc.engine.served_target import load_served_target
+from vllm_mtpc.errors import UsageError
+from vllm_mtpc.eval.text import Sampling, generate
 from vllm_mtpc.hf import load_target
 
 LENGTHS = (2, 61, 17, 40, 5, 33, 58, 29)
@@ -76,3 +78,25 @@ def test_target_dtype_by_name_is_that_of_engine_and_lm_head(tmp_path: Path) -> N
     for name, dtype in (("bfloat16", torch.bfloat16), ("auto", torch.float32)):
         target = load_served_target(folder, name, "cpu", {})
         assert target.dtype == dtype and target.recorder.options["dtype"] == str(dtype).removeprefix("torch.")
+
+
+def test_lm_head_that_the_trainer_would_misread_is_refused(tmp_path: Path) -> None:
+    made = load_file(make_family("Llama", tmp_path / "target") / "model.safetensors")
+    save_file({**made, "lm_head.bias": torch.ones(48)}, tmp_path / "target" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UsageError, match=r"one lm_head without bias.*type --states transformers"):
+        load_served_target(tmp_path / "target", "auto", "cpu", {})
+
+
+@pytest.mark.slow
+def test_prompts_without_room_are_skipped_or_refused(tmp_path: Path) -> None:
+    target = load_served_target(make_family("Llama", tmp_path / "target"), "auto", "cpu", {"max_model_len": 32})
+    try:
+        prompts = [[1] * 40] * 65 + [[1, 2, 3]]  # the texts of the first file have no room
+        found = list(target.respond(prompts, {"max_tokens": 4, "temperature": 0.0}, range(66)))
+        assert [len(one.tokens) for one in found] == [40] * 65 + [7] and len(found[-1].states) == 6
+        with pytest.raises(UsageError, match="raise max_model_len in --engine"):
+            generate(target, [torch.tensor([1] * 20)], 20, Sampling(0.0))
+        with pytest.raises(UsageError, match="lower seq_len, or raise max_model_len"):
+            target.hidden(torch.ones(1, 40, dtype=torch.long))
+    finally:
+        target.recorder.close()

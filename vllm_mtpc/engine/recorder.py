@@ -22,8 +22,6 @@ from vllm.distributed import get_tensor_model_parallel_rank
 
 from vllm_mtpc.files import replacing
 
-STATES = "states"  # the tensor of a file
-
 
 class Recorder:
     """Methods of a worker; arguments are strings, as vLLM's HTTP route passes them."""
@@ -81,10 +79,11 @@ class Recording:
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         host = self.to_host(torch.cat([part[: sum(counts.values())] for part in states], -1))
         for name, rows in zip(req_ids, host.split([counts[name] for name in req_ids]), strict=True):
-            kept = self.rows.setdefault(name.rpartition("-")[0], [])  # without vLLM's random suffix
+            key = name.rpartition("-")[0]  # without vLLM's random suffix
             if computed[name] == 0:  # its first step, or it was preempted and starts again
-                kept.clear()
-            kept.append(rows)
+                self.rows[key] = []
+            if key in self.rows:  # else it has ended, and asynchronous scheduling did not know
+                self.rows[key].append(rows)
 
     def to_host(self, states: Tensor) -> Tensor:
         if self.stream is None:
@@ -109,4 +108,4 @@ class Recording:
         if any(len(rows) < count for rows, (_, count) in zip(found, parts, strict=True)):
             raise RuntimeError("a request has fewer rows than tokens: is prefix caching on?")
         with replacing(path) as (partial,):
-            save_file({STATES: torch.cat(found) if found else torch.zeros(0, 0)}, partial)
+            save_file({"states": torch.cat(found) if found else torch.zeros(0, 0)}, partial)

@@ -33,7 +33,6 @@ WAVE = 64  # texts of a file
 RECORDER = {"worker_extension_cls": "vllm_mtpc.engine.recorder.Recorder", "enable_prefix_caching": False}
 RECORDER |= {"skip_tokenizer_init": True}  # texts are token ids
 SHARED_GPU = {"gpu_memory_utilization": 0.5}  # the head is trained on the same device
-READING = {"max_tokens": 1, "temperature": 0.0}
 NO_STATES = torch.zeros(0, 0)
 
 
@@ -142,7 +141,7 @@ class RecordingEngine:
 
         def ask(place: int) -> tuple[str, Recorded]:
             name, prompt = f"states-{next(self.numbers)}", prompts[place]
-            body: dict[str, Any] = {"prompt": prompt[:-1], **READING}
+            body: dict[str, Any] = {"prompt": prompt[:-1], "max_tokens": 1, "temperature": 0.0}
             if sampling is not None:
                 body = {**sampling, "prompt": prompt, "seed": seeds[place]}
                 body["max_tokens"] = min(body["max_tokens"], limit - len(prompt))
@@ -170,6 +169,6 @@ class RecordingEngine:
 def _read(path: Path, texts: list[Recorded]) -> list[Recorded]:
     """Return texts with the states of a file, which stays mapped after its name is removed."""
     sizes = [len(found.tokens) - 1 if found.finish_reason else 0 for found in texts]
-    states = load_file(path)["states"]
-    path.unlink()
+    states = load_file(path)["states"] if any(sizes) else NO_STATES
+    path.unlink(missing_ok=True)
     return [found._replace(states=part) for found, part in zip(texts, states.split(sizes), strict=True)]

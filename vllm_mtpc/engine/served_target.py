@@ -22,7 +22,7 @@ from vllm_mtpc.engine.recording import Recorded, RecordingEngine
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.hf.model import Target, target_config, tokenizer_if_any
 
-LM_HEADS = ("lm_head", "embed_out", "output")  # names in checkpoints
+LM_HEADS = ("lm_head", "embed_out")  # names in checkpoints
 EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "word_embeddings", "embeddings")
 RECURRENT = ("linear_attention", "mamba", "mamba2", "conv", "recurrent")  # kinds of layers in `layer_types`
 
@@ -84,7 +84,7 @@ class ServedTarget(Target):
         """Yield the responses to prompts in their order; up to `kept_bytes` of their states are kept for `hidden`."""
         stops = {} if sampling.get("ignore_eos") else {"stop_token_ids": sorted(self.stop_ids)}  # it has no tokenizer
         for found in self.recorder.record(prompts, {**sampling, **stops}, seeds):
-            if (left := self.kept_bytes - found.states.nbytes) >= 0:
+            if found.finish_reason and (left := self.kept_bytes - found.states.nbytes) >= 0:
                 self.kept_bytes, self.kept[text_key(found.tokens)] = left, self.columns(found.states, ())
             yield found
 
@@ -119,10 +119,11 @@ def load_served_target(
     shards, text = Shards(Path(name) if Path(name).is_dir() else download(name, "target")), config.get_text_config()
     embedding = read_weight(shards, EMBEDDINGS)
     lm_head = embedding if text.tie_word_embeddings else read_weight(shards, LM_HEADS)
-    if embedding is None or lm_head is None:
+    has_more = any(shards.find_suffix(f"{one}.bias") for one in LM_HEADS) or getattr(text, "num_pred_heads", 1) > 1
+    if embedding is None or lm_head is None or has_more:
         raise UsageError(
-            f"target {name}: its files have no {' or '.join(LM_HEADS if embedding is not None else EMBEDDINGS)}.weight "
-            "that can be read; name a checkpoint that keeps embeddings and lm_head in float or in int8 by row"
+            f"target {name}: allowed with states of vLLM are embeddings and one lm_head without bias, in float or in "
+            "int8 by row; name such a checkpoint, or type --states transformers"
         )
     if not isinstance(dtype, torch.dtype):
         dtype = text.dtype or embedding.dtype if dtype == "auto" else getattr(torch, dtype)

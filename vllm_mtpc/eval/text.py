@@ -196,6 +196,9 @@ def _generate_served(
     seeds, pieces = range(first, first + len(prompts)), []
     answers = target.recorder.record([one.tolist() for one in prompts], how, seeds)
     for prompt, found in zip(prompts, answers, strict=True):
+        if len(found.tokens) < len(prompt) + new_tokens + overhang:
+            more = f"{len(prompt)} tokens and {new_tokens + overhang} new ones are more than vLLM reads"
+            raise UsageError(f"a prompt of {more}; lower the number of new ones, or raise max_model_len in --engine")
         response = found.tokens[len(prompt) :][:new_tokens]
         made = next((count for count, token in enumerate(response, 1) if token in stops), new_tokens)
         tokens = torch.tensor(found.tokens[: len(prompt) + made + overhang])
