@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from vllm_mtpc.checkpoint.convert.drafter import read_drafter
-from vllm_mtpc.checkpoint.convert.source import target_config
 from vllm_mtpc.cli import guard
 from vllm_mtpc.files import read_json
 
@@ -29,8 +28,7 @@ def drafters_in(models: Path) -> dict[str, Path]:
 
 def window_of(place: Path) -> int:
     """n of the head that the drafter becomes; raises CheckpointError where it becomes none."""
-    file = place / "drafter" / "config.json"
-    return read_drafter(file, read_json(file), target_config(str(place / "target"))).window
+    return read_drafter(place / "drafter" / "config.json").window
 
 
 def main(words: list[str] | None = None) -> int:

@@ -16,11 +16,12 @@ from vllm.config.parallel import ParallelConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 from vllm.platforms import current_platform
+from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
 
 from vllm_mtpc.checkpoint import check_tensors, find_head, read_config, resolve_head
 from vllm_mtpc.config.base import AnyHeadConfig
 from vllm_mtpc.config.mtpc_config import HeadConfig
-from vllm_mtpc.errors import ServeConfigError, one_line
+from vllm_mtpc.errors import ServeConfigError, first_line, one_line
 from vllm_mtpc.heads import HEADS
 from vllm_mtpc.plan.draft_schedule import KEY, LARGEST, Schedule, draft_arms, gpu_schedule, relative_load
 from vllm_mtpc.proposers.config.engine_checks import check_draft_layers, check_structured_outputs, how_to_v2
@@ -57,6 +58,7 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
         verify: how drafted tokens are verified. None: requests with a seed by coupling, others by rejection.
         model_folder: `model`; Model Runner V1 needs `model` for another value while it starts.
         own_schedule: the schedule of dense data-parallel engines, until vLLM has made their configuration.
+        hosted: vLLM's config of the drafter whose states the head reads; None: the head has none.
     """
 
     # All other options of vLLM's SpeculativeConfig belong to other methods and are refused.
@@ -77,6 +79,7 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
     model_folder: str = ""
     has_default_schedule: bool = False
     own_schedule: SkipValidation[Schedule | None] = None
+    hosted: SkipValidation[SpeculativeConfig | None] = None
 
     def __post_init__(self) -> None:  # the parent's accepts a closed list of methods
         self.prompt_lookup_max = self.prompt_lookup_min = 0
@@ -90,7 +93,7 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
 
     def compute_hash(self) -> str:
         """Return the cache key of compiled targets; their graph returns the states of `aux_layers`."""
-        return f"{SpeculativeConfig.compute_hash(self)}-{self.aux_layers}"
+        return f"{SpeculativeConfig.compute_hash(self)}-{self.aux_layers}-{self.reads_aux}"
 
     @classmethod
     def create(cls, *, target_model_config: ModelConfig, target_parallel_config: ParallelConfig, **given: Any) -> Self:
@@ -115,6 +118,8 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
             made = cls(**given, target_model_config=target, target_parallel_config=parallel)
         except ValidationError as error:
             raise ServeConfigError(f"speculative_config: {one_line(error, list(cls.user_keys))}") from None
+        if getattr(head, "drafter", None) is not None:  # a field of circuit heads alone
+            made.hosted = configure_drafter(made)
         made.check_target()
         # no default where data-parallel ranks step together, and none for a prescribed acceptance
         is_synthetic = made.rejection_sample_method == "synthetic"
@@ -157,14 +162,37 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
         """Layers of the target whose input states the head's draft layers or backbone read."""
         if count := getattr(self.head, "lora_layers", 0):  # a field of circuit heads alone
             return [self.target_model_config.hf_text_config.num_hidden_layers - count]
+        if self.hosted:
+            return list(get_eagle3_aux_layers_from_config(self.hosted) or [])
         return list(getattr(self.head, "aux_hidden_state_layer_ids", None) or [])
+
+    @property
+    def reads_aux(self) -> bool:
+        """Whether the target returns states of its layers, of `aux_layers` or those that a drafter has by default."""
+        return bool(self.aux_layers) or (self.hosted is not None and self.hosted.method != "mtp")
 
     @property
     def has_backbone(self) -> bool:
         return getattr(self.head, "head", None) == "backbone"
 
+    @property
+    def lookahead(self) -> int:
+        """Most slots after a request's tokens that the queries of a backbone or drafter write."""
+        return self.head.window if self.has_backbone or self.hosted else 0
+
+    def use_eagle(self) -> bool:
+        """Whether a token's keys and values depend on the next token, so that the last cached block is dropped."""
+        return self.hosted is not None
+
+    @property
+    def max_num_new_slots_for_drafting(self) -> int:
+        """Rows per request that the pass of a hosted drafter adds to those of the target."""
+        return self.hosted.max_num_new_slots_for_drafting if self.hosted else 0
+
     def speculator(self) -> str:
         """Return the name of the speculator class in `vllm_mtpc.proposers.v2`."""
+        if self.hosted:
+            return "hosted.HostedSpeculator"
         if self.has_backbone:
             return "backbone_speculator.BackboneSpeculator"
         return "layered.LayeredSpeculator" if self.aux_layers else "speculator.MtpcSpeculator"
@@ -194,7 +222,8 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
         if head.lora_layers and ours not in (None, depth):
             reason = f"draft layers of a target with {ours} layers, but {name} has {depth}"
             raise ServeConfigError(f"{subject} {reason}; use a head trained for this target")
-        check_final_norm(self)
+        if not self.hosted:  # which gets the states that vLLM gives it
+            check_final_norm(self)
         if self.has_backbone:
             self._check_backbone(f"{subject} a backbone:")
 
@@ -233,7 +262,7 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
                 f"{'drop --no-async-scheduling' if is_v2 else how_to_v2()}, or use tensor parallelism"
             )
         check_structured_outputs(vllm_config)
-        if self.aux_layers:
+        if self.aux_layers or self.hosted:
             check_draft_layers(vllm_config)
         if vllm_config.lora_config is not None and HEADS[kind].needs_lm_head:
             raise ServeConfigError(
@@ -252,6 +281,21 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
         scheduler.async_scheduling = False  # V1 drafts from token lists on the host
         if self.has_default_schedule:  # K of any batch size
             self.num_speculative_tokens_per_batch_size = None
+
+
+def configure_drafter(made: MtpcSpeculativeConfig) -> SpeculativeConfig:
+    """Return vLLM's config of the drafter that the head of `made` names; raise ServeConfigError where it has none."""
+    drafter = made.head.drafter
+    assert drafter is not None
+    options = drafter.serving(Path(made.model_folder), made.head.window - 1 if drafter.has_block else 1)
+    targets = {name: getattr(made, name) for name in ("target_model_config", "target_parallel_config")}
+    try:
+        return SpeculativeConfig(**options, **targets)
+    except Exception as error:  # vLLM and transformers raise many types
+        raise ServeConfigError(
+            f"speculative_config: head {made.model} reads drafter {options}, which vLLM "
+            f"{vllm_version()} refuses ({first_line(error)}); use a head of another kind"
+        ) from None
 
 
 def check_options(given: dict[str, Any], allowed: tuple[str, ...]) -> None:

@@ -19,11 +19,11 @@ def check_adaptive_verification(engine_args: Any) -> None:
 
 
 def check_draft_layers(vllm_config: Any) -> None:
-    """Raise ServeConfigError for an engine that heads with draft layers or a backbone are not served with."""
+    """Raise ServeConfigError for an engine that heads with draft layers or a drafter are not served with."""
     spec, stages = vllm_config.speculative_config, vllm_config.parallel_config.pipeline_parallel_size
     subject, remedy = f"a head with lora_layers={spec.head.lora_layers}", "a head trained with lora_layers 0"
-    if spec.has_backbone:
-        subject, remedy = "a head of kind 'backbone'", "a head of another kind"
+    if spec.head.has_drafter:
+        subject, remedy = f"a head of kind {spec.head.head!r}", "a head of another kind"
     if not vllm_config.use_v2_model_runner:
         reason = f"on Model Runner V1: allowed: Model Runner V2; {how_to_v2()}, or use {remedy}"
         raise ServeConfigError(f"{subject} {reason}")

@@ -68,8 +68,8 @@ def copy_tensors(old: nn.Module, new: nn.Module) -> None:
 
 
 def _check_swap(spec: Any, made: Any, drafter: Any) -> None:
-    if spec.has_backbone or made.has_backbone:
-        raise ServeConfigError("another backbone cannot read the kept keys and values of the text; restart the server")
+    if any(getattr(one.head, "has_drafter", False) for one in (spec, made)):
+        raise ServeConfigError("another drafter cannot read the kept keys and values of the text; restart the server")
     if spec.aux_layers != made.aux_layers:
         own, its = spec.aux_layers or "none", made.aux_layers or "none"
         raise ServeConfigError(f"draft layers: the served head reads layers {own}, this one {its}; restart the server")

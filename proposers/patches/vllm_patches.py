@@ -114,13 +114,13 @@ def eagle_model_types(original: Any) -> Any:
 
 @patch(CONFIG, "VllmConfig.num_lookahead_tokens")
 def num_lookahead_tokens(original: property) -> property:
-    """Reserve KV slots for the queries of a backbone."""
+    """Reserve KV slots for the queries of a backbone or a hosted drafter."""
 
     def slots(config: Any) -> int:
         spec = config.speculative_config
         if getattr(spec, "method", None) not in METHODS:
             return original.__get__(config)
-        return spec.head.window if spec.has_backbone else 0
+        return spec.lookahead
 
     return property(slots, doc=original.__doc__)
 

@@ -38,7 +38,7 @@ class HeadModelRunner(GPUModelRunner):
 
     def begin(self) -> None:
         spec = self.speculative_config
-        if spec.aux_layers:  # the target returns the states that draft layers read
+        if spec.reads_aux:  # the target returns the states that draft layers read
             self.use_aux_hidden_state_outputs = True
         if self.lora_config:
             self.lora_state = RowLoraState(self.max_num_reqs)

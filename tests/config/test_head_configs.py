@@ -203,7 +203,7 @@ def test_unknown_key_is_refused_with_the_keys_of_its_section(kind, own):
         assert f"unknown key {path!r}" in text and allowed in keys and elsewhere not in keys
 
 
-KEYS = [("mtpc", key) for key in sorted(HeadConfig.model_fields.keys() - head_options())]
+KEYS = [("mtpc", key) for key in sorted(HeadConfig.model_fields.keys() - head_options() - {"drafter"})]
 KEYS += [("ptp", key) for key in sorted(PtpConfig.model_fields.keys() - PTP_OPTIONS)]
 
 

@@ -33,6 +33,8 @@ FEW_DRAWS = {  # in every run; dropping tokens moves the first three by 0.06 and
     "fault: coupled, noise of the first row": FEW,
     "leaves look at the token before": FEW,
     "fault: drafts scored without the token before": FEW,
+    "hosted on EAGLE-3": FEW,
+    "fault: hosted, the recovered token is dropped": 4_000,
     "o-ptp": FEW,
     "fault: o-ptp, u squared": FEW,
 }

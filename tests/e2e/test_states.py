@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.support import backbones, drafters, forks
+from tests.support import backbones, forks
 from tests.support.engine import TWO_RANKS, Call, Engine, Reply, ask, build, run
 from tests.support.heads import fit_head
 from tests.support.models import make_target, random_layers
-from tests.support.requests import ALL_DRAFTS, LONGEST, PROMPTS, SMALL, VOCAB
+from tests.support.requests import LONGEST, PROMPTS, SMALL, VOCAB
 from vllm_mtpc.checkpoint import check_tensors, load_head
-from vllm_mtpc.cli import main
 from vllm_mtpc.heads.adapters import DraftLayers
 from vllm_mtpc.hf import load_target
 from vllm_mtpc.kernels.draft import naive
@@ -215,31 +214,3 @@ def test_drafts_behind_layers_of_other_models_equal_the_definition(
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "target")
     make_layers(tmp_path, 2)
     check(tmp_path, CASES["lora-2"], serve(tmp_path, {"lora-2": CASES["lora-2"]})["lora-2"])
-
-
-@pytest.mark.slow
-def test_drafts_of_converted_drafters_equal_those_of_vllm_speculators(tmp_path: Path) -> None:
-    """DFlash and DSpark. The drafts of both follow the checkpoint's formula (tests/support/drafters.py)."""
-    model, target = make_target(tmp_path / "target", VOCAB, seed=0, layers=4), tmp_path / "target"
-    wanted, every, calls = {}, {}, [ask(PROMPTS, 12)]
-    for layout in drafters.LAYOUTS:
-        kind, source, head = layout.split()[1], tmp_path / layout / "source", f"{layout}/head"
-        drafters.make(source, layout, model)
-        assert main(["convert", str(source), "--target", str(target), "--out", str(tmp_path / head)]) == 0
-        count = drafters.BLOCK - (kind == "dflash")
-        theirs = {"method": kind, "num_speculative_tokens": count}
-        every[f"{layout}, theirs"] = build(tmp_path, f"{layout}/source", calls, "note their drafts", theirs)
-        every[f"{layout}, ours"] = build(tmp_path, head, calls, "backbone", ALL_DRAFTS)
-        wanted[layout] = drafters.Reference(source, load_target(target).model, kind == "dspark"), count
-    replies = run(every, "v2", async_scheduling=False)
-    for layout, (formula, count) in wanted.items():
-        (theirs,), (ours,) = (replies[f"{layout}, {whose}"] for whose in ("theirs", "ours"))
-        assert theirs.tokens == ours.tokens
-        drafts = {(note["request"], note["prefix"]): note["drafts"].tolist() for note in ours.recorded}
-        assert len(theirs.recorded) > 12 and len({tuple(tokens) for tokens in drafts.values()}) > 6
-        for note in theirs.recorded:
-            request, prefix, tokens = note["request"], note["prefix"], note["drafts"].tolist()
-            text = PROMPTS[request] + theirs.tokens[request][0]
-            if prefix >= len(PROMPTS[request]):  # the whole prompt is read
-                assert drafts[request, prefix] == tokens
-                assert prefix >= len(text) or formula.greedy(text[:prefix], text[prefix], count) == tokens

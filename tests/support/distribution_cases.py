@@ -33,6 +33,7 @@ from tests.support.distributions import (
 )
 from tests.support.engine import Engine, build, run
 from tests.support.features import write_page
+from tests.support.hosted import make_eagle3
 from tests.support.models import make_head, make_ptp_head, sample_target
 from tests.support.requests import ALL_DRAFTS
 from vllm_mtpc.engine import provenance
@@ -102,6 +103,8 @@ def _cases() -> dict[str, Case]:
         "fault: drafts scored without the token before": Case("hmm, loud tokens", one, "scored without tokens", True),
         "head in bfloat16": Case("btree, good", ("T=0.7",), options={"head_dtype": "bfloat16"}),
         "backbone": Case("backbone", three),
+        "hosted on EAGLE-3": Case("hosted", three),
+        "fault: hosted, the recovered token is dropped": Case("hosted", one, "drop_recovered_v2", True),
         "another head at every step": Case("btree, good", three, "swapping", other="hmm, bad"),
     }
     cases |= {f"V1: 13 kinds, {head}": Case(head, options=CUT, runner="v1") for head in HEADS if "good" in head}
@@ -127,6 +130,12 @@ def _make(folder: Path, target: LlamaForCausalLM, head: str) -> None:
         return
     if head == "backbone":
         backbones.fit(folder / head, folder / "target", sample_target(target, 32, 12, 0).tolist(), WINDOW)
+        return
+    if head == "hosted":
+        make_eagle3(folder / "eagle3", target)
+        own = {"head": head, "expander_rank": 4, "component_rank": 2}
+        drafter = {"method": "eagle3", "model": "../eagle3"}
+        make_head(folder / head, target, "hmm", WINDOW, 3, **own, drafter=drafter)
         return
     circuit, fit = head.split(", ")
     make_head(folder / head, target, circuit, WINDOW, CIRCUITS[circuit], is_bad="bad" in fit, **OPTIONS[fit])

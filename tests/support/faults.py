@@ -329,12 +329,6 @@ FAULTS: dict[str, Patches | Callable[[], Patches]] = {
     "backbone in graphs": lambda: recorders.in_graphs(f"{BACKBONE}.BackboneSpeculator", "FULL", NOTED_STATES),
     "backbone context one on": {f"{BACKBONE}.ServedBackbone.write_context": _shifted, **NOTED_BACKBONE},
     "backbone causal": {f"{V2}.speculator.build_attn_metadata": _causal, **NOTED_BACKBONE},
-    "note their drafts": {
-        "vllm.v1.worker.gpu.spec_decode.dflash.speculator.DFlashSpeculator.propose": recorders.after_propose(
-            recorders.dflash_drafts
-        ),
-        "vllm.model_executor.models.qwen3_dflash.DFlashQwen3Model._normalize_context_k": recorders.norm_of_each_layer,
-    },
     # PTP
     "squared_u": {f"{VERIFICATION}.u_of": _squared, f"{V2}.ptp.ptp_speculator.u_of": _squared},
     "coupled_without_drafts": {

@@ -208,25 +208,6 @@ def state_and_drafts(self: Any, row: int, name: str, drafts: torch.Tensor, given
     }
 
 
-def dflash_drafts(self: Any, row: int, name: str, drafts: torch.Tensor, given: Any) -> dict[str, Any]:
-    query = self.input_buffers.query_start_loc[row]
-    return {
-        "request": request_number(name),
-        "prefix": int(self.input_buffers.positions[query]),
-        "first": int(self.input_buffers.input_ids[query]),
-        "drafts": drafts[row].clone(),
-    }
-
-
-@wrapping
-def norm_of_each_layer(original: Any, self: Any, keys: Any) -> Any:
-    """As on a GPU: on a CPU vLLM 0.32 norms the context's keys of every layer with the first layer's weights."""
-    out = torch.empty_like(keys)
-    for layer, weight in enumerate(self._k_norm_weights):
-        resolve_name("vllm._custom_ops").rms_norm(out[layer], keys[layer], weight, self._rms_norm_eps)
-    return out
-
-
 # PTP
 
 

@@ -253,6 +253,7 @@ class Shards:
             return check_values(self.files[name], name, handle.get_tensor(name), dtypes)
 
     def find_suffix(self, end: str) -> str | None:
-        """Return the only tensor named `end` or `PREFIX.end`, None if there is no such tensor or several."""
+        """Return the tensor named `end` or `PREFIX.end`, None if there is none or several; MTP layers have copies."""
         found = [name for name in self.files if name == end or name.endswith(f".{end}")]
+        found = [name for name in found if ".layers." not in name] or found
         return found[0] if len(found) == 1 else None

@@ -27,18 +27,20 @@ TARGET_KEYS = (
 )
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """A section of `config.json`: unknown keys and other types are errors."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class ProposalMethod(_Strict):
+class ProposalMethod(Strict):
     """An entry of speculators' `proposal_methods`."""
 
     proposal_type: Literal["greedy"] = Field(description="A chain of drafts, speculators' only kind.")
     speculative_tokens: int = Field(ge=1, description="Drafts per step, the verifier's own token not counted.")
 
 
-class Verifier(_Strict):
+class Verifier(Strict):
     """The target by speculators' name."""
 
     name_or_path: str = Field(
@@ -49,7 +51,7 @@ class Verifier(_Strict):
     architectures: list[str] = Field(max_length=MAX_LIST, description="The target's model classes.")
 
 
-class SpeculatorsConfig(_Strict):
+class SpeculatorsConfig(Strict):
     """The section of `config.json` that speculators defines."""
 
     algorithm: Literal["mtpc", "ptp"] = Field(description="Same as speculators_model_type.")
@@ -58,7 +60,7 @@ class SpeculatorsConfig(_Strict):
     verifier: Verifier = Field(description="The model this head was trained for.")
 
 
-class AnyHeadConfig(_Strict):
+class AnyHeadConfig(Strict):
     """Base of all families: speculators' fields, sizes of the target, sampling of the training text."""
 
     architecture: ClassVar[str]  # a family's name for its heads

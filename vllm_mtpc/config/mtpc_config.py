@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, create_model, model_validator
 
 from vllm_mtpc.circuits import CIRCUITS, get_circuit
-from vllm_mtpc.config.base import AnyHeadConfig
+from vllm_mtpc.config.base import AnyHeadConfig, Strict
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads import HEADS, check_head, default_options, head_options, option_fields
 
@@ -15,6 +16,28 @@ if TYPE_CHECKING:
     from typing import Self
 
 Options = create_model("Options", __base__=AnyHeadConfig, **option_fields())
+
+
+class Drafter(Strict):
+    """The drafter of vLLM whose states a head of kind `hosted` reads."""
+
+    method: Literal["mtp", "eagle3", "dflash", "dspark"] = Field(description="vLLM's method of the drafter.")
+    model: str | None = Field(None, description="Its checkpoint: hub name, or path from the head; none: the target.")
+
+    @property
+    def has_block(self) -> bool:
+        """Whether one pass gives a state for every draft, not for the first one alone."""
+        return self.method in ("dflash", "dspark")
+
+    def place(self, folder: Path) -> str | None:
+        """Return its checkpoint, a folder next to that of the head or a hub name; None: the target's."""
+        path = folder / (self.model or "")
+        return str(path.resolve()) if self.model and path.is_dir() else self.model
+
+    def serving(self, folder: Path, num_drafts: int = 1) -> dict[str, Any]:
+        """Return vLLM's own `speculative_config` of the drafter."""
+        options = {"method": self.method, "num_speculative_tokens": num_drafts, "draft_sample_method": "greedy"}
+        return options | ({"model": place} if (place := self.place(folder)) else {})
 
 
 class HeadConfig(Options):  # type: ignore[valid-type,misc]  # created from the options of all head kinds
@@ -31,35 +54,50 @@ class HeadConfig(Options):  # type: ignore[valid-type,misc]  # created from the 
     lora_layers: Literal[0, 1, 2, 4] = Field(
         description="Last layers of the target with draft adapters, saved next to the head; served on Model Runner V2."
     )
+    drafter: Drafter | None = Field(None, description="head hosted: the drafter whose states it reads.")
     x1_from: Literal["verifier"] = Field(description="Where the window's first token comes from.")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         get_circuit(self.circuit, self.window, self.num_components)
         check_head(self.head, {name: getattr(self, name) for name in head_options()})
+        if (self.head == "hosted") != (self.drafter is not None):
+            raise HeadConfigError(
+                f"head {self.head!r} and drafter={self.drafter}: heads 'hosted' have a drafter, others have none; "
+                'write "drafter": {"method": "mtp"}, or remove it'
+            )
+        if self.has_drafter:
+            self._check_drafter()
         if self.head == "backbone":
             self._check_backbone()
         return self
 
     @property
+    def has_drafter(self) -> bool:
+        """Whether the head reads the states of a drafter, its own or a hosted one, instead of the target's."""
+        return self.head in ("backbone", "hosted")
+
+    @property
     def has_draft_layers(self) -> bool:
         """Whether the head has draft layers, which need Model Runner V2."""
-        return self.lora_layers > 0 or self.head == "backbone"
+        return self.lora_layers > 0 or self.has_drafter
 
-    def _check_backbone(self) -> None:
+    def _check_drafter(self) -> None:
         if self.num_components > 1 and not self.component_rank:
             raise HeadConfigError(
-                f"head 'backbone' with num_components={self.num_components} needs component_rank, by which components "
-                "differ; set component_rank, for example to 32, or num_components to 1"
-            )
-        if self.backbone_head_dim % 2:
-            raise HeadConfigError(
-                f"backbone_head_dim={self.backbone_head_dim}; rotary positions need an even number; set it to one"
+                f"head {self.head!r} with num_components={self.num_components} needs component_rank, by which "
+                "components differ; set component_rank, for example to 32, or num_components to 1"
             )
         if self.lora_layers:
             raise HeadConfigError(
-                f"lora_layers={self.lora_layers} with head 'backbone', which has its own draft layers; set "
+                f"lora_layers={self.lora_layers} with head {self.head!r}, whose states are not the target's; set "
                 "lora_layers to 0"
+            )
+
+    def _check_backbone(self) -> None:
+        if self.backbone_head_dim % 2:
+            raise HeadConfigError(
+                f"backbone_head_dim={self.backbone_head_dim}; rotary positions need an even number; set it to one"
             )
         layers, last = self.aux_hidden_state_layer_ids, self.transformer_layer_config.get("num_hidden_layers")
         if layers != sorted(set(layers)) or (last is not None and layers[-1] > last):

@@ -21,6 +21,8 @@ from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank
 
 from vllm_mtpc.files import replacing
+from vllm_mtpc.heads.hosted import DRAFTER
+from vllm_mtpc.proposers.heads.drafter import DrafterLmHead
 
 
 class Recorder:
@@ -30,7 +32,11 @@ class Recorder:
     recording: Recording
 
     def start_recording(self, layers: str) -> None:
-        """Record from the next step on; layers: JSON list, their inputs come before the final states."""
+        """Record from the next step on; layers: JSON list, their inputs come before the final states.
+
+        DRAFTER among them: the states with which the engine's drafter predicts the token after the next one; then
+        texts are prompts alone, as rejected drafts would have rows.
+        """
         if get_tensor_model_parallel_rank() == 0:
             self.recording = Recording(self.model_runner, json.loads(layers))
 
@@ -54,7 +60,15 @@ class Recording:
         self.writer, self.last_write = ThreadPoolExecutor(1), Future[None]()
         self.last_write.set_result(None)
         self.stream = torch.cuda.Stream() if runner.device.type == "cuda" else None
-        if layers:  # the engine is eager: a compiled target would not return them
+        self.step: tuple[Any, ...] | None = None  # the arguments of `keep` of a step whose drafter did not run yet
+        self.has_drafter = DRAFTER in layers
+        if self.has_drafter:  # the engine is eager: in a CUDA graph no hook runs
+            model = (runner.speculator if hasattr(runner, "speculator") else runner.drafter).model
+            is_mtp = runner.speculative_config.method == "mtp"
+            sizes = runner.speculative_config.draft_model_config.get_hidden_size(), runner.model_config.dtype
+            self.lm_head = DrafterLmHead(model, *sizes) if is_mtp else None
+            model.register_forward_hook(self.keep_with_drafter)
+        if layers := [layer for layer in layers if layer != DRAFTER]:  # a compiled target would not return them
             runner.get_model().set_aux_hidden_state_layers(tuple(layers))
             runner.use_aux_hidden_state_outputs = True
         runner.execute_model = self.execute_model
@@ -67,8 +81,20 @@ class Recording:
         step = self.runner.execute_model_state  # None: nothing was scheduled, or not the last pipeline stage
         if step is not None and step.hidden_states is not None and not kwargs.get("dummy_run"):
             batch = getattr(step, "input_batch", None) or self.runner.input_batch  # of V2, of V1
-            self.keep(scheduler_output, batch.req_ids, [*(step.aux_hidden_states or ()), step.hidden_states])
+            states = [*(step.aux_hidden_states or ()), step.hidden_states]
+            if self.has_drafter:
+                self.step = scheduler_output, list(batch.req_ids), states
+            else:
+                self.keep(scheduler_output, batch.req_ids, states)
         return output
+
+    def keep_with_drafter(self, module: Any, args: Any, output: Any) -> None:
+        """Keep the rows of a step after the first pass of its drafter, over the same rows."""
+        if self.step is not None:
+            states = output[0] if isinstance(output, tuple) else output
+            states = states if self.lm_head is None else self.lm_head.normalised(states)
+            (scheduled, req_ids, others), self.step = self.step, None
+            self.keep(scheduled, req_ids, [states, *others])
 
     @torch.inference_mode()
     def keep(self, scheduler_output: Any, req_ids: Sequence[str], states: Sequence[Tensor]) -> None:

@@ -26,6 +26,7 @@ from vllm_mtpc.engine.process import engine_environment
 from vllm_mtpc.engine.served import OWN_SAMPLING
 from vllm_mtpc.engine.server import PROGRAM, VllmServer
 from vllm_mtpc.errors import EngineFailed, UsageError
+from vllm_mtpc.heads.hosted import DRAFTER
 
 ATTEMPTS = 3
 IN_FLIGHT = 256  # requests at the engine
@@ -51,12 +52,16 @@ class RecordingEngine:
         target: folder or hub name.
         options: of `vllm serve`, which take precedence.
         on_cuda: whether the engine runs on a GPU.
+        drafter: `speculative_config` with which it starts for texts with states of DRAFTER.
     """
 
-    def __init__(self, target: str, options: dict[str, Any], on_cuda: bool) -> None:
+    def __init__(
+        self, target: str, options: dict[str, Any], on_cuda: bool, drafter: dict[str, Any] | None = None
+    ) -> None:
         defaults = SHARED_GPU if on_cuda else {**ON_CPU, "enable_chunked_prefill": False}
         self.options = {"model": target, **OWN_SAMPLING, **defaults, **options, **RECORDER}
         self.layers: tuple[int, ...] = ()
+        self.drafter = drafter
         self.server: VllmServer | None = None
         self.has_failed = False
         self.numbers = itertools.count()
@@ -85,7 +90,7 @@ class RecordingEngine:
         done, attempts = 0, ATTEMPTS
         while done < len(prompts):
             try:
-                self._start(layers)
+                self._start(layers, may_draft=sampling is None)
                 for found in self._record(prompts[done:], sampling, seeds[done:]):
                     yield found
                     done, attempts = done + 1, ATTEMPTS
@@ -111,12 +116,20 @@ class RecordingEngine:
         if not self.has_failed:
             Path(self.log.name).unlink(missing_ok=True)
 
-    def _start(self, layers: Sequence[int]) -> None:
-        if self.server is not None and set(layers) <= set(self.layers):
+    @property
+    def drafts(self) -> bool:
+        """Whether the engine has the drafter."""
+        return DRAFTER in self.layers
+
+    def _start(self, layers: Sequence[int], may_draft: bool) -> None:
+        if self.server is not None and set(layers) <= set(self.layers) and (may_draft or not self.drafts):
             return
         self.stop()
-        self.layers = tuple(sorted({*self.layers, *layers}))
+        kept = self.layers if may_draft else ()
+        self.layers = tuple(sorted({*kept, *layers}))
         options = self.options | ({"enforce_eager": True} if self.layers else {})
+        if self.drafts:
+            options["speculative_config"] = self.drafter
         environment = {**engine_environment(), API_KEY: "", "VLLM_SERVER_DEV_MODE": "1"}  # the mode has collective_rpc
         print(f"vLLM starts, for the states of {options['model']}", file=sys.stderr)
         server = VllmServer(serve_arguments(options), environment, PROGRAM, self.log)
@@ -136,12 +149,13 @@ class RecordingEngine:
         self, prompts: Sequence[list[int]], sampling: Mapping[str, Any] | None, seeds: Sequence[int]
     ) -> Iterator[Recorded]:
         client, limit = self.server.client, self.limit  # type: ignore[union-attr]
-        if sampling is None and (longest := max(map(len, prompts))) > limit:
+        if sampling is None and (longest := max(map(len, prompts)) + self.drafts) > limit:
             raise UsageError(f"a text of {longest} tokens, vLLM reads {limit}; lower seq_len, or raise max_model_len")
 
         def ask(place: int) -> tuple[str, Recorded]:
             name, prompt = f"states-{next(self.numbers)}", prompts[place]
-            body: dict[str, Any] = {"prompt": prompt[:-1], "max_tokens": 1, "temperature": 0.0}
+            read = prompt if self.drafts else prompt[:-1]  # a drafter's last state is conditioned on the last token
+            body: dict[str, Any] = {"prompt": read, "max_tokens": 1, "temperature": 0.0}
             if sampling is not None:
                 body = {**sampling, "prompt": prompt, "seed": seeds[place]}
                 body["max_tokens"] = min(body["max_tokens"], limit - len(prompt))

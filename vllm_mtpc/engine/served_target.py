@@ -100,7 +100,11 @@ def text_key(tokens: Sequence[int]) -> bytes:
 
 
 def load_served_target(
-    name: str | Path, dtype: torch.dtype | str, device: torch.device | str, engine: Mapping[str, Any]
+    name: str | Path,
+    dtype: torch.dtype | str,
+    device: torch.device | str,
+    engine: Mapping[str, Any],
+    drafter: dict[str, Any] | None = None,
 ) -> ServedTarget:
     """Return a target whose engine starts with its first text.
 
@@ -109,6 +113,7 @@ def load_served_target(
         dtype: of states, embeddings and lm_head; auto: that of the checkpoint.
         device: of the trainer.
         engine: options of `vllm serve`.
+        drafter: vLLM's `speculative_config` of the drafter whose states layer DRAFTER names.
 
     Raises:
         UsageError, CheckpointError: the config, or the embeddings and the lm_head, cannot be read.
@@ -134,7 +139,7 @@ def load_served_target(
     model = ServedModel(config, generation, *weights).requires_grad_(False)
     options = {"dtype": str(dtype).removeprefix("torch."), **engine}
     options.pop("speculative_config", None)
-    recorder = RecordingEngine(name, options, torch.device(device).type == "cuda")
+    recorder = RecordingEngine(name, options, torch.device(device).type == "cuda", drafter)
     return ServedTarget(name, model, tokenizer_if_any(name), nn.Module(), model.lm_head, "vllm", recorder)
 
 

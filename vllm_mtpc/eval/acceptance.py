@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from vllm_mtpc.circuits.conditionals import conditionals
 from vllm_mtpc.eval.metrics import StepMetrics, check_drafts, step_starts
 from vllm_mtpc.eval.text import Samples, Sampling
-from vllm_mtpc.heads.backbone import BackboneHead
+from vllm_mtpc.heads.hosted import WindowStatesHead
 from vllm_mtpc.hf import Target
 
 BATCH_ELEMENTS = 2**26  # float32 values of the leaves of one batch: 256 MiB
@@ -76,7 +76,7 @@ def collect(
         read = samples.read[row, position].to(target.device)
         log_q = along_text(head, read, tokens)
         found = _at_contexts(log_q, target, states.to(target.device), tokens, sampling)
-        if isinstance(head, BackboneHead):  # conditioned on x_1: its first distribution is constant
+        if isinstance(head, WindowStatesHead):  # conditioned on x_1: its first distribution is constant
             found[:, -1] += found[:, -2] - math.log(target.vocab_size)
         pieces.append(found.cpu())
     values = torch.cat(pieces)  # [contexts, 2 K + 2]

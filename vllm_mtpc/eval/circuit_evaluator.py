@@ -17,10 +17,11 @@ from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.acceptance import Contexts, Metrics, collect, summarise
 from vllm_mtpc.eval.evaluator import Asked, Comparison, Evaluator
 from vllm_mtpc.eval.metrics import exact_counts, shown_shares, shown_tokens, step_starts
-from vllm_mtpc.eval.text import Samples, Sampling, with_backbone, with_draft_layers
+from vllm_mtpc.eval.text import Samples, Sampling, with_backbone, with_draft_layers, with_drafter
 from vllm_mtpc.heads.adapters import DraftLayers
 from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.base import Head
+from vllm_mtpc.heads.hosted import HostedHead
 from vllm_mtpc.hf import Target, bind
 
 
@@ -96,6 +97,8 @@ class MtpcEvaluator(Evaluator):
     def _read(self, samples: Samples) -> Samples:
         if isinstance(self.head, BackboneHead):
             return with_backbone(samples, self.head, self.target)
+        if isinstance(self.head, HostedHead):
+            return with_drafter(samples, self.target)
         return samples if self.draft_layers is None else with_draft_layers(samples, self.draft_layers)
 
 

@@ -201,8 +201,10 @@ def load(
     (folder, config), on = resolve(name), choose_device(device)
     target_dtype, target = dtype if dtype == "auto" else getattr(torch, dtype), target_of(folder, config, target)
     reads_states = FAMILIES[config.speculators_model_type].evaluator.reads_states(config)
-    if reads_states and must_be_served(target_config(target), engine or {}):
-        return attach(folder, load_served_target(target, target_dtype, on, engine or {}))
+    hosted = getattr(config, "drafter", None)
+    if hosted or (reads_states and must_be_served(target_config(target), engine or {})):
+        drafter = hosted.serving(folder) if hosted else None
+        return attach(folder, load_served_target(target, target_dtype, on, engine or {}, drafter))
     return attach(folder, load_target(target, target_dtype, on, attention="torch"))
 
 

@@ -14,6 +14,7 @@ from vllm_mtpc.engine.served_target import ServedTarget
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.heads.adapters import DraftLayers
 from vllm_mtpc.heads.backbone import BackboneHead
+from vllm_mtpc.heads.hosted import DRAFTER
 from vllm_mtpc.heads.ptp.distribution import processed
 from vllm_mtpc.hf import Session, Target
 from vllm_mtpc.hf.attention import document_positions
@@ -252,3 +253,11 @@ def with_draft_layers(samples: Samples, layers: DraftLayers, batch: int = 8) -> 
     parts = samples.tokens[:, :-1].clamp(min=0).split(batch)
     states = [layers.draft(layers.trunk(tokens)).to(samples.hidden.dtype).cpu() for tokens in parts]
     return replace(samples, draft=torch.cat(states))
+
+
+@torch.inference_mode()
+def with_drafter(samples: Samples, target: Target, batch: int = 256) -> Samples:
+    """Add the states of the drafter that the target's engine has, conditioned on the next token."""
+    tokens = samples.tokens.clamp(min=0)
+    parts = [target.hidden_with([DRAFTER], some)[:, :-1, : target.hidden_size].cpu() for some in tokens.split(batch)]
+    return replace(samples, draft=torch.cat(parts).to(samples.hidden.dtype))

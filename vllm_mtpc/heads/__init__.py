@@ -105,6 +105,7 @@ HEADS = {
     "linear": Entry("vllm_mtpc.heads.linear:LinearHead", (TOKENS,)),
     "shared": Entry("vllm_mtpc.heads.shared:SharedHead", (RANK, COMPONENTS, TOKENS), needs_lm_head=True),
     "backbone": Entry("vllm_mtpc.heads.backbone:BackboneHead", BACKBONE, needs_lm_head=True),
+    "hosted": Entry("vllm_mtpc.heads.hosted:HostedHead", (RANK, COMPONENTS, TOKENS), needs_lm_head=True),
 }
 
 

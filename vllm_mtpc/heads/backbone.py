@@ -26,8 +26,7 @@ from torch import Tensor, nn
 
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads.base import INIT_STD
-from vllm_mtpc.heads.shared import BorrowedLmHead
-from vllm_mtpc.kernels.low_rank import LowRank
+from vllm_mtpc.heads.hosted import WindowStatesHead
 
 KeysValues = tuple[Tensor, Tensor]  # [B, kv heads, S, head_dim] each
 CONTEXT_PER_QUERY = 4  # minimum keys of context per query of a pass
@@ -156,8 +155,8 @@ def rotate(states: Tensor, rope: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-class BackboneHead(BorrowedLmHead):
-    """A head on the states of draft layers: its `hidden` is the backbone's states [B, n, D], not h [B, D].
+class BackboneHead(WindowStatesHead):
+    """A head on the states [B, n, D] of its own draft layers.
 
     Leaf parameters: `backbone.*`, and component_in and component_out with more than one component.
     """
@@ -254,26 +253,9 @@ class BackboneHead(BorrowedLmHead):
     def hidden_dtype(self) -> torch.dtype:
         return self.backbone.fc.weight.dtype
 
-    def sum_logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """As in Head, from the state of the first query."""
-        return super().sum_logits(hidden[:, 0])
-
     def states(self, hidden: Tensor, start: int, stop: int) -> Tensor:
         """As in BorrowedLmHead, for positions after x_1."""
         return hidden[:, start - self.from_anchor : stop - self.from_anchor, None]
-
-    def unembed(self, hidden: Tensor, start: int, stop: int) -> Tensor:
-        """As in BorrowedLmHead; the leaf of x_1 is the same for every token and component."""
-        drafted = super().unembed(hidden, max(1, start), stop)
-        return drafted if start else F.pad(drafted, (0, 0, 0, 0, 1, 0))
-
-    def draft_leaves(self, hidden: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
-        evidence, base, low = self.block_leaves(hidden, first, num_drafts)
-        return evidence, base if low is None else low.leaves(base)
-
-    def block_leaves(self, hidden: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor, LowRank | None]:
-        evidence = torch.zeros(len(hidden), self.circuit.num_components, device=hidden.device)  # equal for all z
-        return evidence, *self.base_leaves(hidden, 1, num_drafts + 1)
 
 
 def windows_mask(starts: Tensor, document: Tensor, num_queries: int) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_mtpc.checkpoint import load_head, read_circuit_config, resolve_head, save_head
+from vllm_mtpc.checkpoint.locate import verifier_name
 from vllm_mtpc.circuits import get_circuit
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.data.rows import Rows
@@ -17,6 +18,7 @@ from vllm_mtpc.families import FAMILIES
 from vllm_mtpc.heads import COMPONENTS, HEADS, build_head, check_head_name, default_head, head_options
 from vllm_mtpc.heads.adapters import DraftLayers
 from vllm_mtpc.heads.backbone import BackboneHead
+from vllm_mtpc.heads.hosted import DRAFTER, HostedHead
 from vllm_mtpc.heads.init import check_source, init_backbone, init_from_head, init_from_lm_head
 from vllm_mtpc.hf import bind
 from vllm_mtpc.train.cache import Computed, HiddenSource, write_cache
@@ -25,6 +27,8 @@ from vllm_mtpc.train.losses import Drafter
 from vllm_mtpc.train.options import TrainOptions
 from vllm_mtpc.train.trainer import Trainer
 
+DRAFTERS = ("mtp", "eagle3")  # one pass over a text gives the states of all its windows
+DRAFTER_RANK = 16  # default component_rank of heads on a drafter's states
 STEPS_OF_A_BLOCK = 8  # of a backbone, or with minutes
 
 
@@ -32,7 +36,7 @@ class CircuitTrainer(Trainer):
     """Trains a circuit's head."""
 
     own = (
-        "circuit", "components", *head_options(), "freeze_backbone", "lora_layers", "beta", "acceptance",
+        "circuit", "components", *head_options(), "drafter", "freeze_backbone", "lora_layers", "beta", "acceptance",
         "train_first", "cache", "states", "engine", "cache_bytes",
     )  # fmt: skip
     noun, kind_option, chosen_by = "circuits", "circuit", "another head"
@@ -48,6 +52,8 @@ class CircuitTrainer(Trainer):
             if isinstance(self.head, BackboneHead):
                 self.partial_start = init_backbone(self.head.backbone, target)
         self.aux_layers = list(self.head.aux_layers) if isinstance(self.head, BackboneHead) else []
+        if isinstance(self.head, HostedHead):
+            self.aux_layers = [DRAFTER]
         bind(self.head, target)
         if options.freeze_backbone:
             self.head.backbone.requires_grad_(False)
@@ -70,8 +76,12 @@ class CircuitTrainer(Trainer):
             check_head_name(options.head, *[method for method, family in FAMILIES.items() if family.trainer is not cls])
         if options.freeze_backbone and (options.head != "backbone" or not options.init_from):
             raise ValueError("freeze_backbone needs a trained backbone: set head: backbone and init_from to its head")
-        if options.head == "backbone" and options.train_first:
-            raise ValueError("train_first with head backbone, which is conditioned on x_1: remove train_first")
+        if bool(options.drafter) != (options.head == "hosted"):
+            raise ValueError("head hosted and drafter go together: set head: hosted and drafter: mtp, or remove both")
+        if options.drafter and (options.drafter.partition(":")[0] not in DRAFTERS or options.states == "transformers"):
+            raise ValueError("drafter: allowed are mtp and eagle3:CHECKPOINT, with states auto or vllm")
+        if options.head in ("backbone", "hosted") and options.train_first:
+            raise ValueError(f"train_first with head {options.head}, which is conditioned on x_1: remove train_first")
         if options.lora_layers and options.cache:
             raise ValueError("cache holds the target's last states, draft layers need earlier ones: leave out cache")
         if options.lora_layers and options.states == "vllm":
@@ -84,13 +94,16 @@ class CircuitTrainer(Trainer):
         own = {name: getattr(options, name) for name in head_options()}
         source = read_circuit_config(resolve_head(options.init_from)) if options.init_from else None
         head = options.head or (source.head if source else default_head(sizes["vocab_size"]))
+        drafter = options.hosted and options.hosted.model_dump()
+        if drafter and drafter["model"]:
+            drafter["model"] = verifier_name(drafter["model"], options.out)
         if source and source.head == head:  # options that are not given are those of the source
             own = {name: getattr(source, name) if value is None else value for name, value in own.items()}
         # of a composite model, the sizes of its language model
         target = target.get_text_config().to_dict() | target.to_dict() | sizes
         is_new = source is None and own["component_rank"] is None and COMPONENTS in HEADS[head].options
         if is_new and options.num_components > 1 and COMPONENTS.of_target:
-            own["component_rank"] = COMPONENTS.of_target(target) or None
+            own["component_rank"] = COMPONENTS.of_target(target) or (DRAFTER_RANK if head == "hosted" else None)
         return HeadConfig.create(
             circuit=options.circuit,
             window=options.window,
@@ -100,6 +113,7 @@ class CircuitTrainer(Trainer):
             head=head,
             num_speculative_tokens=options.num_speculative_tokens,
             lora_layers=options.lora_layers,
+            drafter=drafter,
             **own,
         )
 

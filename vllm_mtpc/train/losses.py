@@ -17,6 +17,7 @@ from vllm_mtpc.circuits.conditionals import conditionals
 from vllm_mtpc.heads.adapters import DraftLayers
 from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.base import Head
+from vllm_mtpc.heads.hosted import HostedHead
 from vllm_mtpc.hf import Target
 from vllm_mtpc.hf.attention import document_positions
 from vllm_mtpc.train.options import TrainOptions
@@ -161,6 +162,8 @@ class Drafter(nn.Module):
             first = first.clamp(min=0)
             return lambda some: self.head.read(context, own[some], start[some], first[some]), hidden[..., -size:]
         drafted = verified = hidden
+        if isinstance(self.head, HostedHead):
+            drafted, verified = hidden.split(self.target.hidden_size, -1)
         if self.layers is not None:  # `hidden` is the input of the draft layers
             drafted, verified = self.layers.draft(hidden, document), self.layers.verifier(hidden, document)
         drafted = drafted[row, start].to(dtype)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, create_model, model_validator
 
 from vllm_mtpc.circuits import CIRCUITS, circuit_class
+from vllm_mtpc.config.mtpc_config import Drafter
 from vllm_mtpc.data.sources import is_path
 from vllm_mtpc.engine.options import JsonDict
 from vllm_mtpc.errors import UsageError, validate
@@ -46,7 +47,10 @@ class TrainOptions(create_model("KindOptions", **option_fields())):  # type: ign
     window: int = Field(16, ge=2, description="n, tokens of a window, the target's own included")
     components: int | None = Field(None, ge=1, description="r, latent states (default: 32, or the most a circuit has)")
     head: str | None = Field(
-        None, description="linear, shared or backbone; or ptp (default: linear; above 2,000 ids shared)"
+        None, description="linear, shared, backbone, hosted or ptp (default: linear; above 2,000 ids shared)"
+    )
+    drafter: str | None = Field(
+        None, description="train head hosted on the states of the target's drafter: mtp, or eagle3:CHECKPOINT"
     )
     init_from: str | None = Field(None, description="head to start from: of the same kind and circuit, or of ff or cp")
     freeze_backbone: bool = Field(False, description="head backbone: its draft layers stay those of init_from")
@@ -135,8 +139,16 @@ class TrainOptions(create_model("KindOptions", **option_fields())):  # type: ign
         """The `Trainer` of the head's family."""
         return _trainer(self.head)
 
+    @property
+    def hosted(self) -> Drafter | None:
+        """The drafter whose states the head reads, its checkpoint as given."""
+        method, _, checkpoint = (self.drafter or "").partition(":")
+        return Drafter.model_validate({"method": method, "model": checkpoint or None}) if method else None
+
     def states_of(self, target: Any) -> str:
         """Return what computes the states of a target of this transformers config."""
+        if self.drafter:
+            return "vllm"
         if self.states != "auto" or not self.trainer.reads_states(self):
             return "vllm" if self.states == "vllm" else "transformers"
         from vllm_mtpc.engine.served_target import must_be_served

@@ -121,8 +121,9 @@ def make_accelerator(options: TrainOptions) -> Accelerator:
 def read_target(options: TrainOptions, device: torch.device) -> Target:
     """Load the target, or what is needed of one that vLLM runs, and check attention over packed rows."""
     if options.states_of(target_config(options.target)) == "vllm":
-        served = load_served_target(options.target, options.target_dtype, device, options.engine)
-        served.kept_bytes = options.cache_bytes
+        drafter = options.hosted.serving(Path()) if options.hosted else None
+        served = load_served_target(options.target, options.target_dtype, device, options.engine, drafter)
+        served.kept_bytes = 0 if drafter else options.cache_bytes  # responses are generated without the drafter
         return served
     target = load_target(options.target, options.target_dtype, device, options.attention)
     check_packing(target.backbone, target.attention, device)

@@ -1,8 +1,8 @@
 """`vllm-mtpc convert`: make a head folder of a checkpoint that was trained elsewhere.
 
 The content decides the kind: PTP checkpoints hold `state_dict` (ptp_checkpoint.py), MtPC checkpoints `model_state_dict`
-and a config.yaml next to them (mtpc_checkpoint.py), DFlash and DSpark drafters are folders with a config.json and
-safetensors (drafter.py). The target itself as the checkpoint gives its own prediction heads (token_heads.py).
+and a config.yaml next to them (mtpc_checkpoint.py), DFlash, DSpark and EAGLE-3 drafters are folders whose
+weights vLLM reads (drafter.py). The target itself as the checkpoint gives its own prediction heads (token_heads.py).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def convert(options: ConvertOptions) -> str:
 
     check_out(options.out)
     is_target = os.path.realpath(options.ckpt) == os.path.realpath(options.target)
-    path, label = find_checkpoint(options.ckpt)
+    given, (path, label) = str(options.ckpt), find_checkpoint(options.ckpt)
     options = options.model_copy(update={"ckpt": path})
     content: Any = None if path.is_dir() else load_tensors(path)
     kinds = [key for key in ("state_dict", "model_state_dict") if isinstance(content, dict) and key in content]
@@ -62,4 +62,4 @@ def convert(options: ConvertOptions) -> str:
         raise CheckpointError(f"{options.ckpt}: {flags}: for PTP checkpoints only; remove it")
     if content is not None:
         return convert_mtpc(options, content, label)
-    return convert_token_heads(options, label) if is_target else convert_drafter(options, label)
+    return convert_token_heads(options, label) if is_target else convert_drafter(options, label, given)

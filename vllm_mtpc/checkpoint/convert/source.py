@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SETTINGS_FILE = "config.yaml"  # next to an MtPC checkpoint
-MASK_FILE = "mask_embedding.pt"  # next to a drafter whose mask was trained separately
 _ADAPTER = re.compile(r"base_model\.model\..*\.lora_[AB](?=(\.default)?\.weight$)")
 _STEP_FILE = re.compile(r"model@(\d+)\.pt")
 
@@ -34,8 +33,8 @@ class ConvertOptions(BaseModel):
 
     ckpt: Path = Field(
         description="PTP: Lightning checkpoint (.ckpt); MtPC: model@STEP.pt with config.yaml next to it, the folder of "
-        "both (the last step is used) or a hub repository; DFlash, DSpark: folder or hub repository; the target again: "
-        "its own prediction heads"
+        "both (the last step is used) or a hub repository; DFlash, DSpark, EAGLE-3: folder or hub repository; the "
+        "target again: its own prediction heads"
     )
     target: str = Field(min_length=1, description="the model it was trained on: folder or hub name")
     out: Path = Field(description="folder of the head")
@@ -69,7 +68,7 @@ def find_checkpoint(ckpt: Path) -> tuple[Path, str]:
 
         info = HfApi().model_info(repo)
         name = _last_step(repo, [sibling.rfilename for sibling in info.siblings or []])
-        drafter = [CONFIG_FILE, "*.safetensors", "*.safetensors.index.json", MASK_FILE]
+        drafter = [CONFIG_FILE, "*.safetensors", "*.safetensors.index.json"]
         files = [name, SETTINGS_FILE] if name else drafter
         folder = Path(snapshot_download(repo, revision=info.sha, allow_patterns=files))
     except CheckpointError:
