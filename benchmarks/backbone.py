@@ -128,7 +128,8 @@ def states_of(job: Any, rows: Any) -> Iterator[tuple[Tensor, Tensor, Tensor, Ten
 
 def learn(head: Any, steps: list[tuple[Tensor, ...]], options: TrainOptions) -> int:
     """Trains all of a head but its backbone; returns the number of steps."""
-    head.backbone.requires_grad_(False)
+    if hasattr(head, "backbone"):
+        head.backbone.requires_grad_(False)
     learnt = [value for value in head.parameters() if value.requires_grad]
     optimizer = torch.optim.AdamW(learnt, lr=options.learning_rate, betas=BETAS, weight_decay=0.0)
     for step in range(options.max_steps):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.commands import MTPC, bench_serve, trained, words
-from benchmarks.gpu.drafters import BLOCK, TOY, drafters_in, window_of
+from benchmarks.gpu.drafters import TOY, drafters_in
 from benchmarks.gpu.parts import Part, Programme
 from benchmarks.gpu.train_stage import train
 from vllm_mtpc import demo
@@ -408,36 +408,23 @@ def components(programme: Programme) -> list[Part]:
 
 
 def drafters(programme: Programme) -> list[Part]:
-    """Public DFlash and DSpark drafters, where a folder has some (MTPC_GPU_MODELS): each converted, a circuit trained
-    on its frozen layers over its target's own text, both served next to plain vLLM.
+    """Public DFlash, DSpark and EAGLE-3 drafters, where a folder has some (MTPC_GPU_MODELS): heads that vLLM's drafter
+    hosts, served next to plain vLLM.
     """
     models = Path(os.environ.get("MTPC_GPU_MODELS") or programme.cache / "models")
     toy = programme.size(None, programme.cache / "target")
     parts = [Part("look", 30, words(sys.executable, "-m", "benchmarks.gpu.drafters", models=models, toy=toy))]
-    found = {name: (place, window_of(place)) for name, place in drafters_in(models).items() if not toy}
-    for name, (place, window) in (found or programme.size({}, {TOY: (models / TOY, BLOCK)})).items():
-        target, ff, circuit = place / "target", *(programme.cache / "drafters" / name / kind for kind in ("ff", "hmm"))
-        own, prompts = ff.parent / "sampled.jsonl", programme.cache / "data" / "train.jsonl"
-        command = words(*MTPC, "convert", place / "drafter", target=target, out=ff)
-        parts.append(Part(f"convert-{name}", 60, command, makes=ff / "model.safetensors"))
-        limits = programme.size({"limit": 2048, "max_tokens": 256, "dtype": "bfloat16"}, {"limit": 8, "max_tokens": 24})
-        given = {"target": target, "data": prompts, "out": own, "crops": 4, "engine": json.dumps(programme.engine)}
-        command = words(*MTPC, "regenerate", "--ignore-eos", **given, **limits)
-        parts.append(Part(f"text-{name}", 240, command, needs=[prompts], makes=own))
-        given = {"target": target, "data": own, "out": circuit, "window": window, "head": "backbone", "init_from": ff}
-        given |= {"circuit": "hmm", "components": programme.size(8, 2), "component_rank": programme.size(32, 4)}
-        given |= programme.size(
-            {"windows_per_step": 512, "max_steps": 600, "seq_len": 512, "target_dtype": "bfloat16"},
-            {"windows_per_step": 8, "max_steps": 2, "seq_len": 40, "evaluation_sequences": 2, "evaluation_tokens": 8},
-        )
-        command, weights = words(*MTPC, "train", "--freeze-backbone", **given), circuit / "model.safetensors"
-        needs = [own, ff / "model.safetensors"]
-        parts.append(Part(f"train-{name}", 420, command, circuit / "provenance.json", needs, makes=weights))
+    found = {} if toy else drafters_in(models)
+    for name, place in (found or programme.size({}, {TOY: models / TOY})).items():
+        target, head = place / "target", programme.cache / "drafters" / name
+        prompts, weights = programme.cache / "data" / "train.jsonl", head / "model.safetensors"
+        command = words(*MTPC, "convert", place / "drafter", target=target, out=head)
+        parts.append(Part(f"convert-{name}", 60, command, makes=weights))
         how = programme.size({"concurrency": [1, 4, 16, 64], "prompts": 8}, {"concurrency": 1, "prompts": 1})
         how |= {"data": prompts, **programme.size({"max_tokens": 128, "dtype": "bfloat16"}, {"max_tokens": 8})}
         how |= programme.size({}, {"prompt_tokens": 16})
-        served = {"heads": [ff, circuit], "variant": EVERY_DRAFT, "target": target, **how}
-        parts.append(bench_serve(programme, f"drafter-{name}", 440, [weights], **served))
+        served = {"heads": head, "variant": EVERY_DRAFT, "target": target, **how}
+        parts.append(bench_serve(programme, f"drafter-{name}", 440, [weights, prompts], **served))
     return parts
 
 
