@@ -10,6 +10,7 @@ products: multiplications of a step's draft for one request, attention to the te
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from dataclasses import fields, replace
@@ -173,6 +174,34 @@ def compare(
             learn(job.head, steps, options)
             add(circuit, job, texts, options, token_rank)
     return found
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the rows as Markdown, and what follows from them at T=1."""
+    lines = ["| n | head | `token_rank` | tokens/step T=1 | T=0 | products |", "|---" * 6 + "|"]
+    lines += [f"| {' | '.join(shown(row))} |" for row in result["rows"]]
+    findings = []
+    for window in sorted({row["window"] for row in result["rows"]}):
+        rows = [row for row in result["rows"] if (row["window"], row["seed"]) == (window, result["rows"][0]["seed"])]
+        native, markov = rows[0], next(row for row in rows if row["head"] == "ff" and row["token_rank"])
+        circuits = [row for row in rows if row["head"] in ("cp", "hmm", "btree")]
+        best = max(circuits, key=lambda row: row["t1"]["tokens_per_step"])
+        for name, other in (("native recursion", native), ("ff with `token_rank` (Markov head)", markov)):
+            subject = f"n={window}: {best['head']} with `token_rank` {best['token_rank']} against {name}"
+            share = best["products"] / other["products"]
+            findings.append(f"* {subject}: {verdict(best, other)}; {share:.0%} of its products.")
+    return "\n".join([*lines, "", *findings, ""])
+
+
+def verdict(one: dict[str, Any], other: dict[str, Any]) -> str:
+    """Compare two rows at T=1 by their standard errors, as if the texts were not the same."""
+    a, b = one["t1"], other["t1"]
+    difference, noise = (
+        a["tokens_per_step"] - b["tokens_per_step"],
+        math.hypot(a["standard_error"], b["standard_error"]),
+    )
+    word = "within noise" if abs(difference) < 2 * noise else "more" if difference > 0 else "fewer"
+    return f"{difference / b['tokens_per_step']:+.1%} tokens/step ({difference / noise:+.1f} standard errors: {word})"
 
 
 def shown(row: dict[str, Any]) -> list[str]:

@@ -3,7 +3,7 @@
 equality: the largest difference of a state of each family in float32, with the inputs of both layers where vLLM has
 them. throughput: tokens/s of the demo target's states, in rounds of both. quantised: heads of the demo target in int8
 and int4, trained on the served states and on those of the target before it was quantised; both are measured on text of
-the quantised target. Every part compares the two sources.
+the quantised target. served: a head for int8 in vLLM and as the evaluator predicts it. Every part compares two sources.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from benchmarks.demo import corpus
 from benchmarks.tiny_targets import FAMILIES, INT4, INT8, make_family, quantise
 from vllm_mtpc import demo
 from vllm_mtpc.cli import guard
+from vllm_mtpc.cli import main as run_command
 from vllm_mtpc.data.prompts import held_out
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.engine.served_target import load_served_target
 from vllm_mtpc.eval.evaluator import attach
 from vllm_mtpc.eval.text import Sampling, generate
+from vllm_mtpc.files import read_json
 from vllm_mtpc.hf import load_target
 from vllm_mtpc.report import check_file, print_table, write_json
 from vllm_mtpc.train.options import parse
@@ -36,6 +38,7 @@ PROG = "python -m benchmarks.served_states"
 LAYERS = {"Llama": (0, 1), "Qwen3": (0, 1)}  # vLLM returns inputs of layers for these families
 ENGINE = {"max_model_len": 1024, "max_num_batched_tokens": 4096}
 DRAFTS = 7
+PARTS = ["equality", "throughput", "quantised", "served"]
 HEAD = {"circuit": "cp", "window": DRAFTS + 1, "components": 8, "head": "linear", "windows_per_step": 512}
 
 
@@ -79,13 +82,11 @@ def compare_throughput(rounds: int) -> dict[str, Any]:
     return rates
 
 
-def compare_quantised(folder: Path, steps: int, texts: int) -> dict[str, Any]:
-    """Return tokens/step on the quantised target, by its bits, the states of training and the temperature."""
-    source = demo.path("target")
-    found: dict[str, Any] = {}
+def training_options(folder: Path, steps: int) -> dict[str, Any]:
+    """Return the options of every training, on a million bytes of the demo's text."""
     data = folder / "text.txt"
     data.write_bytes(bytes(token for token in corpus.load().train.tokens[: 1 << 20].tolist() if token < 256))
-    shared = {
+    return {
         "data": [str(data)],
         "seq_len": 512,
         "target_dtype": "bfloat16",
@@ -94,6 +95,13 @@ def compare_quantised(folder: Path, steps: int, texts: int) -> dict[str, Any]:
         "block_rows": 32,
         **HEAD,
     }
+
+
+def compare_quantised(folder: Path, steps: int, texts: int) -> dict[str, Any]:
+    """Return tokens/step on the quantised target, by its bits, the states of training and the temperature."""
+    source = demo.path("target")
+    found: dict[str, Any] = {}
+    shared = training_options(folder, steps)
     for bits, scheme in (("int8", INT8), ("int4", INT4)):
         target = folder / bits
         quantise(source, target, scheme)
@@ -117,13 +125,41 @@ def compare_quantised(folder: Path, steps: int, texts: int) -> dict[str, Any]:
     return found
 
 
+def compare_served(folder: Path, steps: int) -> dict[str, Any]:
+    """Return tokens/step of a head for the int8 target, served by vLLM and predicted, by temperature."""
+    out, report = folder / "served", folder / "doctor.json"
+    quantise(demo.path("target"), folder / "served-int8", INT8)
+    options = {"target": str(folder / "served-int8"), "engine": ENGINE, "verifier": "../served-int8", "out": out}
+    train(settled(parse({**training_options(folder, steps), **options})))
+    run_command(["doctor", str(out), "--dtype", "bfloat16", "--prompts", "32", "--json", str(report)])
+    found = read_json(report)
+    return {"verdict": found["verdict"], "healthy": found["healthy"]}
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the numbers of a result as Markdown."""
+    lines = ["| target, float32 | states compared | layers too | largest difference |", "|---" * 4 + "|"]
+    lines += [
+        f"| {name} | {one['states']:,} | {', '.join(map(str, one['layers'])) or 'none'} | {one['difference']:.1e} |"
+        for name, one in result["equality"].items()
+    ]
+    lines += ["", "| states of | tokens/s | rounds |", "|---" * 3 + "|"]
+    for name, rates in result["throughput"].items():
+        lines.append(f"| {name} | {statistics.median(rates):,.0f} | {min(rates):,.0f} to {max(rates):,.0f} |")
+    lines += ["", "| served target | states of training | tokens/step T=0 | T=1 |", "|---" * 4 + "|"]
+    for bits, by_name in result["quantised"].items():
+        lines += [f"| {bits} | {name} | {shown(one['T=0'])} | {shown(one['T=1'])} |" for name, one in by_name.items()]
+    lines += ["", f"`vllm-mtpc doctor` of a head for int8: {result['served']['verdict']}"]
+    return "\n".join([*lines, ""])
+
+
 def shown(result: dict[str, float]) -> str:
     return f"{result['tokens_per_step']:.3f} ± {result['standard_error']:.3f}"
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=PROG, description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", nargs="+", default=["equality", "throughput", "quantised"], metavar="PART")
+    parser.add_argument("--parts", nargs="+", default=PARTS, metavar="PART")
     parser.add_argument("--rounds", type=int, default=5, help="of throughput")
     parser.add_argument("--steps", type=int, default=600, help="of a training")
     parser.add_argument("--texts", type=int, default=64, help="that a head is measured on")
@@ -149,6 +185,9 @@ def main(argv: list[str] | None = None) -> int:
             trained = [(bits, *one) for bits, by_name in result["quantised"].items() for one in by_name.items()]
             lines = [(bits, name, shown(by["T=0"]), shown(by["T=1"])) for bits, name, by in trained]
             print_table("quantised", ("target", "states of training", "tokens/step at T=0", "T=1"), lines)
+        if "served" in args.parts:
+            result["served"] = compare_served(folder, args.steps)
+            print(result["served"]["verdict"])
     if args.json:
         write_json(args.json, result)
     return 0
