@@ -292,9 +292,11 @@ def configure_drafter(made: MtpcSpeculativeConfig) -> SpeculativeConfig:
     try:
         return SpeculativeConfig(**options, **targets)
     except Exception as error:  # vLLM and transformers raise many types
+        reason = one_line(error, []) if isinstance(error, ValidationError) else first_line(error)
+        whose = f"drafter {drafter.method} of {options.get('model', 'the target')}"
         raise ServeConfigError(
-            f"speculative_config: head {made.model} reads drafter {options}, which vLLM "
-            f"{vllm_version()} refuses ({first_line(error)}); use a head of another kind"
+            f"speculative_config: head {made.model} reads {whose}, which vLLM {vllm_version()} refuses ({reason}); use "
+            "a head of another kind"
         ) from None
 
 

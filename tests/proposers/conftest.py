@@ -17,6 +17,8 @@ HEADS: dict[str, dict[str, Any]] = {  # settings of write_head: btree, window 5,
     "shared": {"head": "shared"},
     "layered": {"circuit": "ff", "window": 4, "num_components": 1, "lora_layers": 1},
     "backbone": BACKBONE,
+    "hosted": {"head": "hosted", "component_rank": 2, "drafter": {"method": "mtp"}},
+    "lost": {"head": "hosted", "component_rank": 2, "drafter": {"method": "eagle3", "model": "../nothing"}},
     "uneven": BACKBONE | {"backbone_heads": 3, "backbone_kv_heads": 1},
 }
 

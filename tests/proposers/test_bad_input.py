@@ -136,6 +136,8 @@ CASES = [
     Case("is GemmaForCausalLM .. LlamaForCausalLM .. lora_layers 0", "layered", target=GEMMA),
     Case("a target with 2 layers .. has 3", "layered", target={"num_hidden_layers": 3}),
     Case("does not return the states", "backbone", target=BLOOM),
+    Case("reads drafter mtp of the target, which vLLM .. refuses .. use a head of another kind", "hosted", runner=2),
+    Case("drafter: no folder .. nothing; copy the checkpoint there, or correct model", "lost", runner=2),
     Case("reads layer 2, but target", "backbone", target={"num_hidden_layers": 1},
          config={"aux_hidden_state_layer_ids": [0, 2]}),
     # the engine

@@ -30,8 +30,10 @@ class Drafter(Strict):
         return self.method in ("dflash", "dspark")
 
     def place(self, folder: Path) -> str | None:
-        """Return its checkpoint, a folder next to that of the head or a hub name; None: the target's."""
+        """Return its checkpoint, a folder by its path from the head's or a hub name; None: the target's."""
         path = folder / (self.model or "")
+        if self.model and self.model.startswith((".", "/")) and not path.is_dir():
+            raise HeadConfigError(f"drafter: no folder {path.resolve()}; copy the checkpoint there, or correct model")
         return str(path.resolve()) if self.model and path.is_dir() else self.model
 
     def serving(self, folder: Path, num_drafts: int = 1) -> dict[str, Any]:
