@@ -222,7 +222,7 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
         if head.lora_layers and ours not in (None, depth):
             reason = f"draft layers of a target with {ours} layers, but {name} has {depth}"
             raise ServeConfigError(f"{subject} {reason}; use a head trained for this target")
-        if not self.hosted:  # which gets the states that vLLM gives it
+        if not self.hosted:  # vLLM gives a hosted drafter the states that it needs
             check_final_norm(self)
         if self.has_backbone:
             self._check_backbone(f"{subject} a backbone:")

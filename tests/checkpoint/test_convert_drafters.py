@@ -56,7 +56,7 @@ def test_head_names_the_checkpoint_and_copies_the_markov_head(tmp_path, place, l
         ("speculators dspark", {"sample_from_anchor": False}, 4, 3),
         ("original dspark", {"sample_from_anchor": False}, 4, 3),
         ("original dspark", {"block_size": 7}, 8, 7),
-        ("speculators dflash", {"block_size": 7}, 7, 3),  # drafts as its config proposes
+        ("speculators dflash", {"block_size": 7}, 7, 3),  # the number of drafts that its config proposes
     ],
 )
 def test_settings_decide_the_block(tmp_path, place, layout, changes, window, drafts):

@@ -15,12 +15,15 @@ from tests.support.requests import ALL_DRAFTS, PROMPTS, VOCAB
 from vllm_mtpc.checkpoint import read_circuit_config
 from vllm_mtpc.cli import main
 
+SHARED = [5, 6, 7, 8] * 8  # one block
 CALLS = [
     ask(PROMPTS, 12),
     ask(PROMPTS, 12, temperature=1.0),
-    ask([[5, 6, 7, 8] * 10 + [9]], 6),  # read in pieces
-    ask([[5, 6, 7, 8] * 10 + [9], [5, 6, 7, 8] * 10 + [4]], 6),  # found in the prefix cache
+    ask([[*SHARED, 9, 1, 3]], 6),  # read in pieces
+    # found in the prefix cache: the drafter's last keys and values of the shared block depend on the token after it
+    ask([[*SHARED, token, *range(9)] for token in range(20, 28)], 12, temperature=1.0),
 ]
+SAMPLED_CALLS = (1, 3)
 SAMPLED = {"draft_sample_method": "probabilistic"}
 MTP = {"method": "mtp"}
 COMMON = {"trust_remote_code": True, "max_num_batched_tokens": 32, "block_size": 32, "max_model_len": 96}
@@ -73,7 +76,9 @@ def test_untrained_head_drafts_what_vllm_drafts(tmp_path: Path, name: str) -> No
     for number, (a, b, plain) in enumerate(zip(theirs, ours, none, strict=True)):
         assert a.tokens == b.tokens
         assert (a.accepted, a.drafted) == (b.accepted, b.drafted)
-        assert (b.tokens == plain.tokens) == (number != 1)  # greedy texts are the target's, sampled ones differ
+        assert (b.tokens == plain.tokens) == (
+            number not in SAMPLED_CALLS
+        )  # greedy texts are the target's, sampled ones differ
     assert ours[-1].accepted > 0
 
 
@@ -88,4 +93,4 @@ def test_circuit_on_a_drafter_keeps_greedy_text(tmp_path: Path, name: str) -> No
     replies = run(every, "v2", async_scheduling=False)
     for ours, none, number in zip(replies["ours"], replies["none"], range(len(CALLS)), strict=True):
         assert ours.drafted == 4 * ours.steps > 0
-        assert number == 1 or ours.tokens == none.tokens
+        assert number in SAMPLED_CALLS or ours.tokens == none.tokens

@@ -43,7 +43,7 @@ def test_untrained_marginals_are_the_drafters(circuit: str, has_block: bool) -> 
     leaf = head(states).leaf
     wanted = LM_HEAD(states.expand(-1, N - 1, -1)).log_softmax(-1)[:, :, None].expand_as(leaf[:, 1:])
     torch.testing.assert_close(leaf[:, 1:], wanted)
-    assert leaf[:, 0].unique().numel() == 1  # x_1 says nothing about the latent
+    assert leaf[:, 0].unique().numel() == 1  # the latent does not depend on x_1
 
 
 def test_leaves_of_one_state_are_as_defined() -> None:

@@ -1,9 +1,9 @@
-"""Tiny DFlash and DSpark checkpoints in speculators' layout and in the authors', and their drafts.
+"""Tiny DFlash and DSpark checkpoints in speculators' layout and in the authors', and the states of a window.
 
 Names, shapes and config keys are those of speculators (c05b95b), z-lab/dflash (44947fb) and DeepSpec (afdfa7c), which
 are not requirements of the tests. Their model classes once loaded the output of `make` without missing (except
-speculators' copies of the target) or unknown keys, and gave the states of `Reference` to 2e-6. `Reference` follows
-vLLM's qwen3_dflash.py, qwen3_dspark.py and their speculators, and shares no code with the package.
+speculators' copies of the target) or unknown keys, and gave the states of `draft_states` to 2e-6. It follows
+vLLM's qwen3_dflash.py and shares no code with the package.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM, Qwen3Config
 
@@ -148,39 +148,6 @@ LAYOUTS = {
     "original dflash": (original, "dflash"),
     "original dspark": (original, "dspark"),
 }
-
-
-class Reference:
-    """A checkpoint of `make` on its target, one sequence at a time, in float64."""
-
-    def __init__(self, folder: Path, target: LlamaForCausalLM, anchor: bool) -> None:
-        self.weights = {name: value.double() for name, value in load_file(folder / "model.safetensors").items()}
-        self.embeddings = target.model.embed_tokens.weight.detach().double()
-        self.unembedding = target.lm_head.weight.detach().double()
-        self.target, self.anchor = target, anchor
-
-    def block(self, text: list[int], first: int, drafts: int) -> Tensor:
-        """States [drafts, D] that predict the tokens after `first`, which follows `text`."""
-        with torch.no_grad():
-            found = self.target.model(torch.tensor([text]), output_hidden_states=True).hidden_states
-        aux = torch.cat([found[layer][0] for layer in AUX], dim=-1).double()
-        queries = self.embeddings[[first, *[MASK] * (drafts - 1 if self.anchor else drafts)]]
-        states = draft_states(self.weights, aux, queries, torch.arange(len(text) + len(queries)), THETA, EPS)
-        return states if self.anchor else states[1:]
-
-    def logits(self, states: Tensor, previous: int, draft: int) -> Tensor:
-        """Logits [V] of draft 0, 1, ... after the token `previous`."""
-        found = states[draft] @ self.unembedding.T
-        if "markov_head.markov_w1.weight" in self.weights:
-            w1, w2 = (self.weights[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
-            found = found + w2 @ w1[previous]
-        return found
-
-    def greedy(self, text: list[int], first: int, drafts: int) -> list[int]:
-        states, tokens = self.block(text, first, drafts), [first]
-        for draft in range(drafts):
-            tokens.append(int(self.logits(states, tokens[-1], draft).argmax()))
-        return tokens[1:]
 
 
 def draft_states(

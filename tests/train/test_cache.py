@@ -154,12 +154,16 @@ def test_missing_space_is_refused_before_computing(folder, target, rows, monkeyp
     assert not list(folder.iterdir())
 
 
-def test_cache_of_other_states_is_refused(folder, target, rows, tmp_path):
+def test_cache_of_other_states_is_refused(folder, target, rows, tmp_path, monkeypatch):
     write_cache(folder, target, rows)
     with pytest.raises(UsageError, match=r"holds other hidden states: data_fingerprint .{16} \(requested: .{16}\);"):
         write_cache(folder, target, rows._replace(tokens=rows.tokens ^ 1))
     with pytest.raises(UsageError, match=r"dtype float32 \(requested: float16\); name another folder"):
         write_cache(folder, target, rows, torch.float16)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(target), "drafter", {"method": "mtp"})
+        with pytest.raises(UsageError, match="states transformers "):
+            write_cache(folder, target, rows)
     with pytest.raises(UsageError, match=r"layers \[\] \(requested: \[2\]\)"):
         write_cache(folder, target, rows, layers=[2])
     make_target(tmp_path / "other", vocab_size=32, seed=7)  # the same config, other weights

@@ -54,6 +54,10 @@ class ServedTarget(Target):
     kept_bytes: int = 0  # most bytes of `kept`
     kept: dict[bytes, Tensor] = field(default_factory=dict)  # states [T - 1, W] of responses, in files, by their text
 
+    @property
+    def drafter(self) -> dict[str, Any] | None:
+        return self.recorder.drafter
+
     def hidden(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         return self.hidden_with((), tokens, documents)
 

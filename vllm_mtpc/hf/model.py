@@ -33,11 +33,13 @@ CACHED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 class Target:
     """A frozen causal language model in eval mode.
 
-    `rows_at_once`: rows of one call of `hidden_with`. `states`: what computes them.
+    `rows_at_once`: rows of one call of `hidden_with`. `states`: what computes them. `drafter`: vLLM's
+    `speculative_config` of the drafter whose states are read, too.
     """
 
     rows_at_once: ClassVar[int] = 8
     states: ClassVar[str] = "transformers"
+    drafter: ClassVar[Any] = None
     name: str
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None

@@ -171,7 +171,7 @@ def write_cache(
         "seq_len": seq_len,
         "hidden_size": source.hidden_size,
         "dtype": str(source.dtype).removeprefix("torch."),
-        "states": target.states,
+        "states": target.states + (f" {target.drafter}" if target.drafter else ""),
         "layers": list(layers),
         "rows_per_shard": per_shard,
     }
