@@ -15,7 +15,7 @@ ORDER = (
     *("errors", "families", "files", "progress", "flags"),
     *("kernels", "circuits", "heads", "config", "plan", "checkpoint", "hf"),
     *("proposers.config", "proposers.heads", "proposers.v1", "proposers.v2", "proposers.patches", "models", "plugin"),
-    *("engine", "report", "demo", "data", "eval", "publish", "batch", "plots", "train", "bench", "play", "ray_serve"),
+    *("engine", "report", "demo", "data", "eval", "batch", "plots", "train", "bench", "play", "ray_serve"),
     *("cli", "benchmarks"),
 )
 KNOW_VLLM = ("proposers", "models", "engine", "benchmarks")  # the last is not in the wheel

@@ -38,7 +38,6 @@ COMMANDS = {  # help and module by name
     "batch": ("complete files of prompts, on one engine or on Ray; resumable", "vllm_mtpc.batch.command"),
     "bench": ("compare plain vLLM, its own methods and heads", "vllm_mtpc.bench.serve_command"),
     "plot": ("draw heads or results of `bench serve`: acceptance, latency", "vllm_mtpc.plots.command"),
-    "push": ("publish a head on the Hub", "vllm_mtpc.publish"),
     "convert": ("convert a checkpoint of another project into a head", "vllm_mtpc.checkpoint.convert.command"),
 }
 

@@ -69,7 +69,7 @@ def test_front_matter_has_the_keys_of_the_hub(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "org" / "model").mkdir(parents=True)  # a folder is not on the hub, whatever its name looks like
     monkeypatch.chdir(tmp_path)
     card = head_card(make(tmp_path, {}, RUN))
-    assert "base_model" not in front(card) and "license" not in front(card)  # `vllm-mtpc push` asks for them
+    assert "base_model" not in front(card) and "license" not in front(card)
     card = head_card(make(tmp_path, {}, RUN, verifier="someone/else"))  # how it is to be named
     assert front(card)["base_model"] == "someone/else"
     assert front(card)["pipeline_tag"] == "text-generation" and "model-index" not in front(card)

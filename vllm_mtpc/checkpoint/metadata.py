@@ -1,7 +1,7 @@
 """The YAML front matter of a head's model card, and the measured acceptance in its provenance.
 
 Unknown keys are left out: the licence if the target's card has none, the target if it is a folder, numbers that were
-not measured. `vllm-mtpc push` adds the licence, the target and the tags.
+not measured.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ def license_of(card: Path) -> dict[str, Any]:
     return {key: found[key] for key in LICENSE_KEYS if key in found} if known else {}
 
 
-def target_license(target: str, is_online: bool = False) -> dict[str, Any]:
-    """`license_of` the card of a target, in its folder or on the hub (offline: in the hub's cache)."""
+def target_license(target: str) -> dict[str, Any]:
+    """`license_of` the card of a target, in its folder or in the hub's cache."""
     if os.path.isdir(target):
         return license_of(Path(target) / "README.md")
     try:
-        return license_of(Path(hf_hub_download(target, "README.md", local_files_only=not is_online)))
+        return license_of(Path(hf_hub_download(target, "README.md", local_files_only=True)))
     except Exception:  # the hub client raises many types; a head needs no licence
         return {}
 
