@@ -1,5 +1,4 @@
-"""Draws the figures of docs/heads.md, docs/index.md and docs/ptp.md into docs/figures: python scripts/site_figures.py
-[FOLDER]
+"""Draws the figures of three pages into docs/figures: python scripts/site_figures.py [FOLDER]
 
 Circuits are drawn from the latents that their classes declare, acceptance from the cards of the packaged heads; the
 other two are sketches.

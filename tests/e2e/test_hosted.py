@@ -14,6 +14,7 @@ from tests.support.models import make_target
 from tests.support.requests import ALL_DRAFTS, PROMPTS, VOCAB
 from vllm_mtpc.checkpoint import read_circuit_config
 from vllm_mtpc.cli import main
+from vllm_mtpc.heads import HOSTED
 
 SHARED = [5, 6, 7, 8] * 8  # one block
 CALLS = [
@@ -82,11 +83,12 @@ def test_untrained_head_drafts_what_vllm_drafts(tmp_path: Path, name: str) -> No
     assert ours[-1].accepted > 0
 
 
+@pytest.mark.parametrize("head", HOSTED)
 @pytest.mark.parametrize("name", ["mimo", pytest.param("eagle3", marks=pytest.mark.slow)])
-def test_circuit_on_a_drafter_keeps_greedy_text(tmp_path: Path, name: str) -> None:
+def test_circuit_on_a_drafter_keeps_greedy_text(tmp_path: Path, name: str, head: str) -> None:
     make_case(tmp_path, name)
     untrained = read_circuit_config(tmp_path / "head")
-    given = {"circuit": "hmm", "window": 5, "num_components": 4, "component_rank": 4}
+    given = {"head": head, "circuit": "hmm", "window": 5, "num_components": 4, "component_rank": 4}
     sizes = {name: getattr(untrained, name) for name in ("vocab_size", "hidden_size")}
     make_hosted(tmp_path / "circuit", sizes, untrained.drafter.model_dump(), **given)
     every = {name: build(tmp_path, head, CALLS, **COMMON) for name, head in (("ours", "circuit"), ("none", None))}

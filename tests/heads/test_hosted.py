@@ -69,7 +69,7 @@ def test_draft_params_are_those_of_training(in_blocks: bool) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"drafter": None}, "heads 'hosted' have a drafter, others have none"),
+        ({"drafter": None}, "heads 'hosted' and 'product' have one, others none"),
         ({"component_rank": 0}, "needs component_rank"),
         ({"lora_layers": 2}, "whose states are not the target's"),
     ],

@@ -37,6 +37,7 @@ from tests.support.hosted import make_eagle3
 from tests.support.models import make_head, make_ptp_head, sample_target
 from tests.support.requests import ALL_DRAFTS
 from vllm_mtpc.engine import provenance
+from vllm_mtpc.heads import HOSTED
 
 VOCAB, LENGTH, PROMPT, WINDOW = 3, 6, [0, 1], 4
 CIRCUITS = {"ff": 1, "cp": 3, "hmm": 3, "btree": 3}  # their components
@@ -105,6 +106,8 @@ def _cases() -> dict[str, Case]:
         "backbone": Case("backbone", three),
         "hosted on EAGLE-3": Case("hosted", three),
         "fault: hosted, the recovered token is dropped": Case("hosted", one, "drop_recovered_v2", True),
+        "product on EAGLE-3": Case("product", three),
+        "fault: product, the recovered token is dropped": Case("product", one, "drop_recovered_v2", True),
         "another head at every step": Case("btree, good", three, "swapping", other="hmm, bad"),
     }
     cases |= {f"V1: 13 kinds, {head}": Case(head, options=CUT, runner="v1") for head in HEADS if "good" in head}
@@ -131,7 +134,7 @@ def _make(folder: Path, target: LlamaForCausalLM, head: str) -> None:
     if head == "backbone":
         backbones.fit(folder / head, folder / "target", sample_target(target, 32, 12, 0).tolist(), WINDOW)
         return
-    if head == "hosted":
+    if head in HOSTED:
         make_eagle3(folder / "eagle3", target)
         own = {"head": head, "expander_rank": 4, "component_rank": 2}
         drafter = {"method": "eagle3", "model": "../eagle3"}

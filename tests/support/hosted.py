@@ -101,6 +101,6 @@ def make_eagle3(folder: Path, target: LlamaForCausalLM) -> None:
 def make_hosted(folder: Path, target: dict[str, Any], drafter: dict[str, Any], seed: int = 2, **given: Any) -> None:
     """An untrained head, ff with one draft unless `given`."""
     torch.manual_seed(seed)
-    given = {"circuit": "ff", "window": 2, "num_components": 1, "expander_rank": 8, **given}
-    config = HeadConfig.create(head="hosted", target=target, verifier="../target", drafter=drafter, **given)
+    given = {"head": "hosted", "circuit": "ff", "window": 2, "num_components": 1, "expander_rank": 8, **given}
+    config = HeadConfig.create(target=target, verifier="../target", drafter=drafter, **given)
     save_head(folder, config, build_head(config), {"command": "tests"}, "made by a test", torch.float32)

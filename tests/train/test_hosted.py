@@ -92,8 +92,8 @@ def test_states_of_the_mtp_layer_equal_its_definition_and_a_head_trains_on_them(
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"head": "linear", "drafter": "mtp"}, "head hosted and drafter go together"),
-        ({"head": "hosted"}, "head hosted and drafter go together"),
+        ({"head": "linear", "drafter": "mtp"}, "drafter goes with head hosted or product"),
+        ({"head": "hosted"}, "drafter goes with head hosted or product"),
         ({"head": "hosted", "drafter": "dflash:x"}, "allowed are mtp and eagle3:CHECKPOINT"),
         ({"head": "hosted", "drafter": "mtp", "states": "transformers"}, "with states auto or vllm"),
     ],

@@ -50,7 +50,7 @@ def test_flags_are_converted_and_take_precedence_over_file(tmp_path):
     [
         ("windows: 8", "unknown key 'windows'; allowed keys: .*window"),
         ("learning_rat: 8", "correct its name$"),
-        ("head: medusa", "'medusa'; allowed: linear, shared, backbone, hosted, ptp;"),
+        ("head: medusa", "'medusa'; allowed: linear, shared, backbone, hosted, product, ptp;"),
         ("ptp_loss: ce", "ptp_loss is an option of PTP heads: remove ptp_loss, or set head ptp"),
         ("circuit: tree", "tree"),
         ("gamma: 2", "gamma"),

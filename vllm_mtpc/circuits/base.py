@@ -144,15 +144,29 @@ class Circuit(ABC):
 
     def log_prob(self, params: CircuitParams, tokens: Tensor) -> Tensor:
         """Return log q(tokens) [B] by one upward pass; arguments and errors as in `conditional_log_probs`."""
-        evidence = _evidence_along(params, tokens)
+        root, _ = self.multiply(params.root, params.inner, _evidence_along(params, tokens))
+        return root.logsumexp(dim=-1)
+
+    def multiply(self, root: Tensor, inner: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sums of the circuit times prod_k exp(scores[k, z]), z the latent of token k, by one upward pass.
+
+        Args:
+            root: [B, r], log-probabilities.
+            inner: [B, F, r, r], log-probabilities.
+            scores: [B, m, r], m <= n.
+
+        Returns:
+            The logits of root and inner; the log-sum of the former is that of the product over all latents.
+        """
         parents, reads = self.latents
-        values = [torch.zeros_like(evidence[:, 0])] * (self.num_inner + 1)  # of the tokens below each latent
-        for k in range(evidence.shape[1]):
-            values[reads[k]] = values[reads[k]] + evidence[:, k]
+        values = [torch.zeros_like(root)] * (self.num_inner + 1)  # of the tokens below each latent
+        for k in range(scores.shape[1]):
+            values[reads[k]] = values[reads[k]] + scores[:, k]
+        sums = list(inner.unbind(1))
         for f in self._upward:
-            message = torch.logsumexp(params.inner[:, f] + values[f + 1].unsqueeze(1), dim=-1)
-            values[parents[f]] = values[parents[f]] + message
-        return torch.logsumexp(params.root + values[0], dim=-1)
+            sums[f] = sums[f] + values[f + 1].unsqueeze(1)
+            values[parents[f]] = values[parents[f]] + sums[f].logsumexp(dim=-1)
+        return root + values[0], torch.stack(sums, dim=1) if sums else inner
 
     def sample(
         self, params: CircuitParams, prefix: Tensor | None = None, generator: torch.Generator | None = None

@@ -10,7 +10,7 @@ from pydantic import Field, create_model, model_validator
 from vllm_mtpc.circuits import CIRCUITS, get_circuit
 from vllm_mtpc.config.base import AnyHeadConfig, Strict
 from vllm_mtpc.errors import HeadConfigError
-from vllm_mtpc.heads import HEADS, check_head, default_options, head_options, option_fields
+from vllm_mtpc.heads import HEADS, HOSTED, check_head, default_options, head_options, option_fields
 
 if TYPE_CHECKING:
     from typing import Self
@@ -19,7 +19,7 @@ Options = create_model("Options", __base__=AnyHeadConfig, **option_fields())
 
 
 class Drafter(Strict):
-    """The drafter of vLLM whose states a head of kind `hosted` reads."""
+    """The drafter of vLLM whose states a head of kind `hosted` or `product` reads."""
 
     method: Literal["mtp", "eagle3", "dflash", "dspark"] = Field(description="vLLM's method of the drafter.")
     model: str | None = Field(None, description="Its checkpoint: hub name, or path from the head; none: the target.")
@@ -56,16 +56,16 @@ class HeadConfig(Options):  # type: ignore[valid-type,misc]  # created from the 
     lora_layers: Literal[0, 1, 2, 4] = Field(
         description="Last layers of the target with draft adapters, saved next to the head; served on Model Runner V2."
     )
-    drafter: Drafter | None = Field(None, description="head hosted: the drafter whose states it reads.")
+    drafter: Drafter | None = Field(None, description="head hosted or product: the drafter whose states it reads.")
     x1_from: Literal["verifier"] = Field(description="Where the window's first token comes from.")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         get_circuit(self.circuit, self.window, self.num_components)
         check_head(self.head, {name: getattr(self, name) for name in head_options()})
-        if (self.head == "hosted") != (self.drafter is not None):
+        if (self.head in HOSTED) != (self.drafter is not None):
             raise HeadConfigError(
-                f"head {self.head!r} and drafter={self.drafter}: heads 'hosted' have a drafter, others have none; "
+                f"head {self.head!r} and drafter={self.drafter}: heads 'hosted' and 'product' have one, others none; "
                 'write "drafter": {"method": "mtp"}, or remove it'
             )
         if self.has_drafter:
@@ -77,7 +77,7 @@ class HeadConfig(Options):  # type: ignore[valid-type,misc]  # created from the 
     @property
     def has_drafter(self) -> bool:
         """Whether the head reads the states of a drafter, its own or a hosted one, instead of the target's."""
-        return self.head in ("backbone", "hosted")
+        return self.head in ("backbone", *HOSTED)
 
     @property
     def has_draft_layers(self) -> bool:

@@ -106,7 +106,9 @@ HEADS = {
     "shared": Entry("vllm_mtpc.heads.shared:SharedHead", (RANK, COMPONENTS, TOKENS), needs_lm_head=True),
     "backbone": Entry("vllm_mtpc.heads.backbone:BackboneHead", BACKBONE, needs_lm_head=True),
     "hosted": Entry("vllm_mtpc.heads.hosted:HostedHead", (RANK, COMPONENTS, TOKENS), needs_lm_head=True),
+    "product": Entry("vllm_mtpc.heads.product:ProductHead", (RANK, COMPONENTS, TOKENS), needs_lm_head=True),
 }
+HOSTED = ("hosted", "product")  # heads on the states of a drafter that vLLM serves
 
 
 def default_head(vocab_size: int) -> str:

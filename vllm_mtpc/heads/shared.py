@@ -101,9 +101,13 @@ class BorrowedLmHead(Head):
         if not self.component_rank:
             return base, None
         positions = slice(start, start + states.shape[1])
-        low = torch.einsum("bkd,kzcd->kbzc", states[:, :, 0], self.component_in[positions])
         begin = 0 if self.leaf_shard is None else self.leaf_shard.start
-        return base, LowRank(low.transpose(0, 1), self.component_out[positions].narrow(2, begin, base.shape[3]))
+        low = self.component_states(states, positions)
+        return base, LowRank(low, self.component_out[positions].narrow(2, begin, base.shape[3]))
+
+    def component_states(self, states: Tensor, positions: slice) -> Tensor:
+        """Return A[k, z] s_k [B, k, r, R_c] for states [B, k, 1, D]."""
+        return torch.einsum("bkd,kzcd->kbzc", states[:, :, 0], self.component_in[positions]).transpose(0, 1)
 
     def draft_leaves(self, hidden: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
         """As in Head; with a shard the logits are this rank's columns [B, K, r, rows]."""

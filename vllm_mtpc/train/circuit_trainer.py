@@ -15,7 +15,7 @@ from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.data.rows import Rows
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.families import FAMILIES
-from vllm_mtpc.heads import COMPONENTS, HEADS, build_head, check_head_name, default_head, head_options
+from vllm_mtpc.heads import COMPONENTS, HEADS, HOSTED, build_head, check_head_name, default_head, head_options
 from vllm_mtpc.heads.adapters import DraftLayers
 from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.hosted import DRAFTER, HostedHead
@@ -76,11 +76,11 @@ class CircuitTrainer(Trainer):
             check_head_name(options.head, *[method for method, family in FAMILIES.items() if family.trainer is not cls])
         if options.freeze_backbone and (options.head != "backbone" or not options.init_from):
             raise ValueError("freeze_backbone needs a trained backbone: set head: backbone and init_from to its head")
-        if bool(options.drafter) != (options.head == "hosted"):
-            raise ValueError("head hosted and drafter go together: set head: hosted and drafter: mtp, or remove both")
+        if bool(options.drafter) != (options.head in HOSTED):
+            raise ValueError("drafter goes with head hosted or product: set head: hosted and drafter: mtp, or neither")
         if options.drafter and (options.drafter.partition(":")[0] not in DRAFTERS or options.states == "transformers"):
             raise ValueError("drafter: allowed are mtp and eagle3:CHECKPOINT, with states auto or vllm")
-        if options.head in ("backbone", "hosted") and options.train_first:
+        if options.head in ("backbone", *HOSTED) and options.train_first:
             raise ValueError(f"train_first with head {options.head}, which is conditioned on x_1: remove train_first")
         if options.lora_layers and options.cache:
             raise ValueError("cache holds the target's last states, draft layers need earlier ones: leave out cache")
@@ -103,7 +103,7 @@ class CircuitTrainer(Trainer):
         target = target.get_text_config().to_dict() | target.to_dict() | sizes
         is_new = source is None and own["component_rank"] is None and COMPONENTS in HEADS[head].options
         if is_new and options.num_components > 1 and COMPONENTS.of_target:
-            own["component_rank"] = COMPONENTS.of_target(target) or (DRAFTER_RANK if head == "hosted" else None)
+            own["component_rank"] = COMPONENTS.of_target(target) or (DRAFTER_RANK if head in HOSTED else None)
         return HeadConfig.create(
             circuit=options.circuit,
             window=options.window,

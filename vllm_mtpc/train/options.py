@@ -47,10 +47,11 @@ class TrainOptions(create_model("KindOptions", **option_fields())):  # type: ign
     window: int = Field(16, ge=2, description="n, tokens of a window, the target's own included")
     components: int | None = Field(None, ge=1, description="r, latent states (default: 32, or the most a circuit has)")
     head: str | None = Field(
-        None, description="linear, shared, backbone, hosted or ptp (default: linear; above 2,000 ids shared)"
+        None, description="linear, shared, backbone, hosted, product or ptp (default: linear; above 2,000 ids shared)"
     )
     drafter: str | None = Field(
-        None, description="train head hosted on the states of the target's drafter: mtp, or eagle3:CHECKPOINT"
+        None,
+        description="train head hosted or product on the states of the target's drafter: mtp, or eagle3:CHECKPOINT",
     )
     init_from: str | None = Field(None, description="head to start from: of the same kind and circuit, or of ff or cp")
     freeze_backbone: bool = Field(False, description="head backbone: its draft layers stay those of init_from")
