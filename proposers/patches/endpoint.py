@@ -6,7 +6,6 @@ checks for /v1 alone.
 
 from __future__ import annotations
 
-import asyncio
 from argparse import Namespace
 from contextlib import suppress
 from typing import Any
@@ -17,11 +16,9 @@ from vllm import envs
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
 from vllm_mtpc import METHODS
-from vllm_mtpc.checkpoint import resolve_head
-from vllm_mtpc.errors import CheckpointError, printable
+from vllm_mtpc.errors import printable
 
 PATH = "/mtpc/head"
-MAX_DOWNLOAD = 4 << 30  # bytes of a head that is named by its repository
 
 
 class HeadEndpoint:
@@ -53,15 +50,11 @@ class HeadEndpoint:
         with suppress(ValueError, KeyError, TypeError):
             path = (await request.json())["path"]
         if not isinstance(path, str) or not path:
-            return refused(f'{PATH} takes {{"path": "HEAD_FOLDER"}}, a folder on the server or a repository on the hub')
+            return refused(f'{PATH} takes {{"path": "HEAD_FOLDER"}}, a folder on the server')
         spec = getattr(getattr(self.engine, "vllm_config", None), "speculative_config", None)
         if getattr(spec, "method", None) not in METHODS:
             return refused("no head is served here; start the server with a speculative_config of method mtpc or ptp")
-        try:  # in this process: requests would wait for busy workers
-            folder = await asyncio.to_thread(resolve_head, path, max_bytes=MAX_DOWNLOAD)
-        except CheckpointError as error:
-            return refused(str(error))
-        answers = await self.engine.collective_rpc("try_swap_head", args=(str(folder),))
+        answers = await self.engine.collective_rpc("try_swap_head", args=(path,))
         if reason := next((one["error"] for one in answers if "error" in one), None):
             return refused(reason)
         return JSONResponse(answers[-1])

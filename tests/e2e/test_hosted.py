@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support import drafters
-from tests.support.engine import Engine, ask, build, run
+from tests.support.engine import TWO_RANKS, Engine, ask, build, run
 from tests.support.hosted import make_eagle3, make_glm, make_hosted, make_mimo
 from tests.support.models import make_target
 from tests.support.requests import ALL_DRAFTS, PROMPTS, VOCAB
@@ -83,16 +83,36 @@ def test_untrained_head_drafts_what_vllm_drafts(tmp_path: Path, name: str) -> No
     assert ours[-1].accepted > 0
 
 
+def make_circuit(place: Path, name: str, head: str) -> None:
+    """The target of a case, and in `circuit` a head whose components differ."""
+    make_case(place, name)
+    untrained = read_circuit_config(place / "head")
+    given = {"head": head, "circuit": "hmm", "window": 5, "num_components": 4, "component_rank": 4, "noise": 0.3}
+    sizes = {name: getattr(untrained, name) for name in ("vocab_size", "hidden_size")}
+    make_hosted(place / "circuit", sizes, untrained.drafter.model_dump(), **given)
+
+
 @pytest.mark.parametrize("head", HOSTED)
 @pytest.mark.parametrize("name", ["mimo", pytest.param("eagle3", marks=pytest.mark.slow)])
 def test_circuit_on_a_drafter_keeps_greedy_text(tmp_path: Path, name: str, head: str) -> None:
-    make_case(tmp_path, name)
-    untrained = read_circuit_config(tmp_path / "head")
-    given = {"head": head, "circuit": "hmm", "window": 5, "num_components": 4, "component_rank": 4}
-    sizes = {name: getattr(untrained, name) for name in ("vocab_size", "hidden_size")}
-    make_hosted(tmp_path / "circuit", sizes, untrained.drafter.model_dump(), **given)
+    make_circuit(tmp_path, name, head)
     every = {name: build(tmp_path, head, CALLS, **COMMON) for name, head in (("ours", "circuit"), ("none", None))}
     replies = run(every, "v2", async_scheduling=False)
     for ours, none, number in zip(replies["ours"], replies["none"], range(len(CALLS)), strict=True):
         assert ours.drafted == 4 * ours.steps > 0
         assert number in SAMPLED_CALLS or ours.tokens == none.tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", HOSTED)
+@pytest.mark.parametrize("name", ["mimo", "glm", "eagle3"])
+def test_two_ranks_draft_what_one_drafts(tmp_path: Path, name: str, head: str) -> None:
+    """Each rank has the logits of its part of the drafter's lm_head; sampled texts depend on every draft."""
+    make_circuit(tmp_path, name, head)
+    divided = {"tensor_parallel_size": 2, "worker_extension_cls": "tests.support.workers.Divides"}
+    (one,) = run({"one": build(tmp_path, "circuit", CALLS, **COMMON)}, "v2", async_scheduling=False).values()
+    made = build(tmp_path, "circuit", CALLS, **COMMON, **divided)
+    (two,) = run({"two": made}, "v2", async_scheduling=False, **TWO_RANKS).values()
+    for a, b in zip(one, two, strict=True):
+        assert (a.tokens, a.accepted, a.drafted) == (b.tokens, b.accepted, b.drafted)
+    assert two[-1].accepted > 0

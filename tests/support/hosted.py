@@ -98,9 +98,14 @@ def make_eagle3(folder: Path, target: LlamaForCausalLM) -> None:
     write(folder, config, tensors)
 
 
-def make_hosted(folder: Path, target: dict[str, Any], drafter: dict[str, Any], seed: int = 2, **given: Any) -> None:
-    """An untrained head, ff with one draft unless `given`."""
+def make_hosted(
+    folder: Path, target: dict[str, Any], drafter: dict[str, Any], seed: int = 2, noise: float = 0.0, **given: Any
+) -> None:
+    """An untrained head, ff with one draft unless `given`; with noise on every weight its components differ."""
     torch.manual_seed(seed)
     given = {"head": "hosted", "circuit": "ff", "window": 2, "num_components": 1, "expander_rank": 8, **given}
     config = HeadConfig.create(target=target, verifier="../target", drafter=drafter, **given)
-    save_head(folder, config, build_head(config), {"command": "tests"}, "made by a test", torch.float32)
+    head = build_head(config)
+    for weight in head.parameters():
+        weight.data += noise * torch.randn_like(weight)
+    save_head(folder, config, head, {"command": "tests"}, "made by a test", torch.float32)

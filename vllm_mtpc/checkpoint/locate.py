@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 from vllm_mtpc.errors import CheckpointError, first_line
 from vllm_mtpc.families import FAMILIES
@@ -59,13 +58,12 @@ def bundled_heads(target: Path) -> list[Path]:
     return [folder for folder in (place, *named) if (folder / CONFIG_FILE).is_file()]
 
 
-def resolve_head(model: str, revision: str | None = None, max_bytes: int | None = None) -> Path:
+def resolve_head(model: str, revision: str | None = None) -> Path:
     """Return the local folder of a head. A folder without a head is returned as it is; reading it raises the error.
 
     Args:
         model: A head folder, a target's folder with a bundled head, or a hub repository, which is downloaded.
         revision: Of the repository.
-        max_bytes: Download only the repository of a head, and at most this many bytes.
 
     Raises:
         CheckpointError: `model` does not exist, is a file, or cannot be downloaded.
@@ -77,28 +75,17 @@ def resolve_head(model: str, revision: str | None = None, max_bytes: int | None 
     if not os.path.isdir(path):
         if not HUB_NAME.fullmatch(model):
             raise CheckpointError(f"no head at {model}: the folder does not exist; correct the path of the head")
-        path = download(model, "head", revision, max_bytes)
+        path = download(model, "head", revision)
     return find_head(path) or path
 
 
-def download(repo: str, kind: str, revision: str | None = None, max_bytes: int | None = None) -> Path:
+def download(repo: str, kind: str, revision: str | None = None) -> Path:
     """Download a "head" or "target" (`kind`) from the hub; returns the local folder. Raises CheckpointError."""
     try:
-        from huggingface_hub import constants, hf_hub_download, snapshot_download
+        from huggingface_hub import snapshot_download
 
-        given: dict[str, Any] = {"revision": revision, "allow_patterns": ["*.json", "*.safetensors", "README.md"]}
-        if max_bytes is not None and not constants.HF_HUB_OFFLINE:
-            if not is_head(Path(hf_hub_download(repo, CONFIG_FILE, revision=revision)).parent):
-                raise CheckpointError(f"{repo} is no head by its {CONFIG_FILE}; name a head")
-            files = snapshot_download(repo, **given, dry_run=True)
-            if (size := sum(file.file_size for file in files if file.will_download)) > max_bytes:
-                raise CheckpointError(
-                    f"{repo} on the hub has {size / 2**30:.3g} GiB to download, allowed are {max_bytes / 2**30:.3g}; "
-                    "download it on the server and name its folder"
-                )
-        return Path(snapshot_download(repo, **given))
-    except CheckpointError:
-        raise
+        patterns = ["*.json", "*.safetensors", "README.md"]
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the hub client raises many types
         raise CheckpointError(
             f"no {kind} at {repo!r}: not a local folder, and the hub gave no such repository ({first_line(error)}); "
