@@ -32,6 +32,11 @@ def test_table_of_a_result_file_is_in_the_document(tmp_path, monkeypatch):
     assert shown in text and frame.document(command.TABLES, text) == text  # made again, it is the same
 
 
+def test_document_is_that_of_the_result_files_and_the_published_numbers():
+    written = (provenance.ROOT / "benchmarks" / "PAPERS.md").read_text(encoding="utf-8")
+    assert frame.document(command.TABLES, written) == written, "type: python -m benchmarks.paper --write"
+
+
 def test_published_numbers_fit_their_tables():
     assert frame.published().keys() <= command.TABLES.keys()
     for one in frame.published().values():
