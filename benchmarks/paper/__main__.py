@@ -8,9 +8,11 @@ from pathlib import Path
 
 from benchmarks.paper import frame, mtpc, ptp
 from vllm_mtpc.cli import guard
+from vllm_mtpc.engine.provenance import ROOT
 from vllm_mtpc.errors import UsageError
 
 TABLES = {**mtpc.TABLES, **ptp.TABLES}
+DOCUMENTS = {ROOT / "benchmarks" / "PAPERS.md": frame.document, ROOT / "docs" / "papers.md": frame.summary}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -19,7 +21,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(TABLES)}, or all")
     parser.add_argument("--quick", action="store_true", help="a few steps, to try the path; needs --out")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write there instead of benchmarks/results")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the tables of benchmarks/PAPERS.md")
+    parser.add_argument(
+        "--write", action="store_true", help="write the tables of benchmarks/PAPERS.md and docs/papers.md"
+    )
     return parser
 
 
@@ -31,14 +35,14 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"{name} is no table: allowed are {', '.join(TABLES)}, all; type one")
     if args.quick and args.out is None:
         raise UsageError("--quick without --out: its numbers say nothing and are not kept; name a folder with --out")
-    if not names and args.write is None:
+    if not names and not args.write:
         print("\n".join(f"{name:18} {table.title}" for name, table in TABLES.items()))
     for name in names:
         print(f"--- {name}: {TABLES[name].title}", flush=True)
         print(frame.run(name, TABLES[name], args.quick, args.out), flush=True)
     if args.write:
-        text = args.write.read_text(encoding="utf-8")
-        args.write.write_text(frame.document(TABLES, text), encoding="utf-8")
+        for file, make in DOCUMENTS.items():
+            file.write_text(make(TABLES, file.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 
 

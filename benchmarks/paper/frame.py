@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.paper.findings import claims
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.report import check_file, markdown, write_json
@@ -33,7 +34,7 @@ class Table:
     columns: Mapping[str, str]  # key of a row -> header
     measure: Callable[[bool], Sequence[Row]] | None  # quick -> rows; quick: a few steps, to try the path; None: not run
     differs: str  # differences in size to the paper, or the reason for not running it
-    finding: str  # what our rows say of the paper's claim, also where they do not confirm it
+    remark: str  # what limits the comparison; what the rows say of the paper's claims is computed (`findings.py`)
     draw: Callable[[Sequence[Row], Path], None] | None = None  # rows, file -> a figure
 
 
@@ -76,11 +77,12 @@ def section(name: str, table: Table) -> str:
     """Return the section of a table, or a note that it was not run."""
     paper, _, number = name.partition("-")
     label = {"mtpc": "MtPC", "ptp": "PTP"}[paper] + ", " + number.replace("-", " ")
-    parts = [f"### {label}: {table.title}"]
+    parts, computed = [f"### {label}: {table.title}"], ""
     file = result(name)
     if file.is_file():
         kept = json.loads(file.read_text(encoding="utf-8"))
         lines = [[shown(row.get(key)) for key in table.columns] for row in kept["rows"]]
+        computed = "\n".join(claim.line() for claim in claims(name, kept["rows"]))
         parts += [
             f"{table.differs} `{file.name}`, by `benchmarks/paper/run.sh {name}`.",
             markdown(list(table.columns.values()), lines),
@@ -91,7 +93,7 @@ def section(name: str, table: Table) -> str:
         parts.append(f"Not run. {table.differs}")
     if theirs := published().get(name):
         parts += [f"The paper: {theirs.get('note', 'its own numbers.')}", markdown(theirs["columns"], theirs["rows"])]
-    return "\n\n".join([*parts, *filter(None, [table.finding])])
+    return "\n\n".join([*parts, *filter(None, [computed, table.remark])])
 
 
 def published() -> dict[str, Any]:
@@ -102,12 +104,27 @@ def published() -> dict[str, Any]:
 def document(tables: Mapping[str, Table], text: str) -> str:
     """benchmarks/PAPERS.md with the sections between its markers made again, one pair of markers for each paper."""
     for paper, title in PAPERS.items():
-        start, end = (
-            f"<!-- {paper}: {word} by python -m benchmarks.paper --write -->"
-            for word in ("written", "end of text written")
-        )
-        before, _, rest = text.partition(start)
-        _, _, after = rest.partition(end)
         sections = [section(name, table) for name, table in tables.items() if name.startswith(f"{paper}-")]
-        text = before + "\n\n".join([start, f"## {title}", *sections, end]) + after
+        text = between_markers(text, paper, "\n\n".join([f"## {title}", *sections]))
     return text
+
+
+def summary(tables: Mapping[str, Table], text: str) -> str:
+    """docs/papers.md with the tables of claims between its markers made again."""
+    for paper in PAPERS:
+        lines: list[list[str]] = []
+        for name, table in ((name, table) for name, table in tables.items() if name.startswith(f"{paper}-")):
+            shown = " ".join(name.split("-")[1:])
+            rows = json.loads(result(name).read_text(encoding="utf-8"))["rows"] if result(name).is_file() else []
+            found = [(claim.text, claim.verdict) for claim in claims(name, rows)] if rows else [("", "not run")]
+            lines += [[f"{shown}: {table.title}", *one] for one in found]
+        text = between_markers(text, paper, markdown(["table", "claim", "here"], lines))
+    return text
+
+
+def between_markers(text: str, paper: str, new: str) -> str:
+    """Return a text with a new part between the markers of a paper."""
+    words = ("written", "end of text written")
+    start, end = (f"<!-- {paper}: {word} by python -m benchmarks.paper --write -->" for word in words)
+    before, _, rest = text.partition(start)
+    return f"{before}{start}\n\n{new}\n\n{end}{rest.partition(end)[2]}"

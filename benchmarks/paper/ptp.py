@@ -236,9 +236,8 @@ TABLES = {
         {"what": "", "perplexity": "perplexity"},
         listed(from_data),
         SIZE + " Perplexity of the tokens after the first of each window, by rows that read the previous u.",
-        "Not confirmed at this size: the paper's C-PTP comes within 0.4 % of the autoregressive model; after 300 "
-        "steps ours is far from its teacher. Trained on text alone it is better by this measure than distilled: "
-        "distilled rows have met u inside the teacher's intervals, never inside their own.",
+        "The paper's C-PTP comes within 0.4 % of the autoregressive model. Distilled rows have met u inside the "
+        "teacher's intervals, never inside their own.",
     ),
     "ptp-table-2": Table(
         "O-PTP against independent prediction",
@@ -246,9 +245,8 @@ TABLES = {
         listed(against_independent),
         "Equal LoRA rank, data and steps within a language. `coin`, `taxi`: benchmarks/paper/toy.py; the demo: the "
         "packaged heads' cards (rank 32, 1,800 steps of 64 windows). The paper: TinyLlama-1.1B, rank 256, 1.3M steps.",
-        "Confirmed where u decides what comes: 1.9x on `coin`, where no head without u passes 4.27, 2.2x on `taxi`. "
-        "On the demo target O-PTP brings 1.06x, less than the paper's 1.13x, and C-PTP nothing: docs/ptp.md has "
-        "the reason.",
+        "The paper: 1.13x. [PTP](../docs/ptp.md#measured) has the reason for less on the demo target. On `coin` no "
+        "head without u passes 4.27.",
     ),
     "ptp-table-3": Table(
         "Spec-Bench",
@@ -263,10 +261,8 @@ TABLES = {
         "All 480 questions, both turns of the conversations, to the demo target (3.7M parameters, trained on Python's "
         "source: its answers are noise, and only its steps are measured), answers of 64 bytes, one pass per "
         "step. Truncated: prompts of which the target, which reads 1,024 bytes, receives the end.",
-        "Not comparable in height: a model of Python source that answers questions. It shows that heads that read "
-        "the target's last state hold their length on text that no head was trained on, in every task; PTP's rows "
-        "lose most where the context is a truncated long text, at positions beyond those that their training "
-        "had.",
+        "Not comparable in height: a model of Python source that answers questions. Rows of PTP heads may stand at "
+        "positions beyond those of their training where prompts are truncated.",
     ),
     "ptp-figure-4": Table(
         "smaller PTP models that draft",
@@ -283,41 +279,35 @@ TABLES = {
         {"loss": "loss", "text": "text of", "variant": "variant", **CELL},
         listed(losses),
         SIZE,
-        "Confirmed: with either variant rows learn more than independent ones can (0.05 right in a row). Not "
-        "confirmed: that losses and text hardly matter. Here O-PTP wants ce and the teacher's text; on its own "
-        "continuations it has learnt next to nothing after 300 steps, where C-PTP does as well as on the "
-        "teacher's.",
+        "The paper: losses and text hardly matter.",
     ),
     "ptp-table-5": Table(
         "embeddings of u",
         {"embedding": "embedding", "variant": "variant", **CELL},
         listed(embeddings),
         SIZE,
-        "Confirmed: a float alone is worst. Not confirmed: arithmetic coding (here its bits) before thresholds; "
-        "thresholds lead, and a network after them gains nothing in 300 steps. For C-PTP all are close.",
+        "The paper: arithmetic coding (here its bits) before thresholds.",
     ),
     "ptp-table-6": Table(
         "where u lies in its interval",
         {"b": "Beta(b, b)", "variant": "variant", **CELL},
         listed(betas),
         SIZE,
-        "Confirmed: b = 1 is best. It matters more here than in the paper, for O-PTP.",
+        "",
     ),
     "ptp-table-7": Table(
         "several candidates per step",
         {"steps": "steps", "m": "M", "tokens_per_step": "tokens/step", "standard_error": "± s.e."},
         listed(candidates),
         SIZE + " O-PTP, two passes per step.",
-        "Not confirmed with the student of 300 steps, which the choice costs 0.1 to 0.2 tokens/step: its errors are of "
-        "tokens it does not know, it seems, not of edges of intervals. With 5,000 steps M = 4 gives 1.08x, more no "
-        "more; the paper has 1.10x at 4, 1.20x at 16 and 1.23x at 64.",
+        "The paper: 1.10x at M = 4, 1.20x at 16 and 1.23x at 64.",
     ),
     "ptp-table-8": Table(
         "shorter windows",
         {"n": "N", "variant": "variant", **CELL},
         listed(lengths),
         SIZE + " One student, asked for fewer drafts.",
-        "Confirmed: O-PTP accepts more with each further row, independent rows stop at once.",
+        "",
     ),
     "ptp-figure-5": Table(
         "pairs of tokens over (u_1, u_2)",
@@ -327,8 +317,7 @@ TABLES = {
             {name: student("taxi", name, 3 if quick else STEPS, "lora", ()) for name in ("o-ptp", "independent")},
         ),
         SIZE + " In `taxi` a ride starts where the last one ended: a pair is incompatible where it does not.",
-        "Confirmed: rows that know u_1 and u_2 give pairs that fit, but for 7 % after 300 steps (the paper: below "
-        "1 %); independent rows do not in four cases of five.",
+        "",
         draw_pairs,
     ),
     "ptp-ingredients-bytes": Table(
@@ -337,19 +326,13 @@ TABLES = {
         listed(bytes_),
         f"The demo target (3.7M parameters, bytes), rank 32, windows of {WINDOW}, {OF_BYTES} steps of 64 windows of "
         "its own text, u by thresholds of 64.",
-        "After 300 steps u brings 1.03x the baseline, after 1,800 1.06x. Rank 8 costs 3 %, bits in the place of "
-        "thresholds nothing beyond noise; bce has learnt nothing of u in 300 steps. Nothing here makes of 1.06x the "
-        "goal of 1.15x: docs/ptp.md has the reason.",
+        "[PTP](../docs/ptp.md#measured) has the reason why u brings less here than on toy languages.",
     ),
     "ptp-ingredients": Table(
         "the recipe, one ingredient at a time",
         {"what": "", "variant": "variant", **CELL, **WITH_SHUFFLED},
         listed(ingredients),
         SIZE,
-        "What counts is steps: O-PTP is 2.2x the independent baseline after 300, 4.3x after 20,000, where the "
-        "baseline is where it was after 100. Then rank (nothing beyond 64, the width of this teacher), adapters "
-        "on all layers, thresholds, u uniform in its interval, ce. Own weights for the rows, from the teacher's "
-        "or from scratch, give what LoRA gives; a length curriculum and other learning rates nothing. A sharper "
-        "teacher is learnt more slowly: 1.19x its own baseline.",
+        "",
     ),
 }

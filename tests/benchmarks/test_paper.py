@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.paper import __main__ as command
 from benchmarks.paper import frame
+from benchmarks.paper.findings import Claim, Difference, claims
 from benchmarks.paper.mtpc_students import HMMS
 from vllm_mtpc.circuits import get_circuit
 from vllm_mtpc.engine import provenance
@@ -20,21 +21,45 @@ ROWS = [{"n": 8, "tokens_per_step": 2.34567, "first": [1]}, {"n": 16}]
 def test_table_of_a_result_file_is_in_the_document(tmp_path, monkeypatch):
     columns = {"n": "n", "tokens_per_step": "tokens/step"}
     table = frame.Table("a title", columns, lambda quick: ROWS, "Smaller here.", "It says so.")
-    monkeypatch.setattr(command, "TABLES", {"ptp-table-8": table})
-    assert command.main(["ptp-table-8", "--quick", "--out", str(tmp_path)]) == 0
-    kept = json.loads((tmp_path / "paper-ptp-table-8.json").read_text())
+    monkeypatch.setattr(command, "TABLES", {"mtpc-tables-4-to-6": table})
+    assert command.main(["mtpc-tables-4-to-6", "--quick", "--out", str(tmp_path)]) == 0
+    kept = json.loads((tmp_path / "paper-mtpc-tables-4-to-6.json").read_text())
     assert kept["rows"] == ROWS and kept["title"] == "a title"
     monkeypatch.setattr(frame, "result", lambda name: tmp_path / f"paper-{name}.json")
-    shown = frame.section("ptp-table-8", table)
-    assert all(part in shown for part in ("### PTP, table 8: a title", "2.346", "The paper:", "It says so."))
+    shown = frame.section("mtpc-tables-4-to-6", table)
+    assert all(part in shown for part in ("### MtPC, tables 4 to 6: a title", "2.346", "It says so."))
     before = (provenance.ROOT / "benchmarks" / "PAPERS.md").read_text(encoding="utf-8")
     text = frame.document(command.TABLES, before)
     assert shown in text and frame.document(command.TABLES, text) == text  # made again, it is the same
 
 
-def test_document_is_that_of_the_result_files_and_the_published_numbers():
-    written = (provenance.ROOT / "benchmarks" / "PAPERS.md").read_text(encoding="utf-8")
-    assert frame.document(command.TABLES, written) == written, "type: python -m benchmarks.paper --write"
+@pytest.mark.parametrize("file", command.DOCUMENTS, ids=lambda file: file.name)
+def test_document_is_that_of_the_result_files_and_the_published_numbers(file):
+    written = file.read_text(encoding="utf-8")
+    assert command.DOCUMENTS[file](command.TABLES, written) == written, "type: python -m benchmarks.paper --write"
+
+
+@pytest.mark.parametrize(
+    ("differences", "verdict"),
+    [
+        ([(0.3, 0.1), (0.5, 0.2)], "holds"),
+        ([(0.3, 0.1), (0.1, 0.1)], "within noise"),
+        ([(0.3, 0.1), (-0.3, 0.1)], "does not hold"),
+        ([(0.3, None), (0.1, 0.1)], "true of these rows"),
+        ([(0.3, None), (-0.1, 0.1)], "not true of these rows"),
+    ],
+)
+def test_verdict_follows_from_the_errors(differences, verdict):
+    assert Claim("a", [Difference(*one) for one in differences]).verdict == verdict
+
+
+def test_finding_follows_its_rows():
+    """A falsified cell changes the verdict."""
+    rows = [{"n": n, "variant": v, "tokens_per_step": 1.0 + n / 10, "standard_error": 0.01}
+            for v in ("o-ptp", "independent") for n in (2, 4, 8)]  # fmt: skip
+    assert [one.verdict for one in claims("ptp-table-8", rows)] == ["holds", "holds"]
+    rows[1]["tokens_per_step"] = 1.1
+    assert "**does not hold** (-0.100 ± 0.014, +0.700 ± 0.014)" in claims("ptp-table-8", rows)[0].line()
 
 
 def test_published_numbers_fit_their_tables():

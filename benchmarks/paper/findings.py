@@ -1,0 +1,234 @@
+"""Findings of the papers' tables, computed from their rows.
+
+A claim names differences that should be positive. It holds if each exceeds two standard errors, does not hold if one is
+below minus two, and is within noise otherwise. Rows share their texts, so errors of differences are at most those of
+independent rows, which are used. Rows without a standard error are compared as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+Row = Mapping[str, Any]
+Key = Callable[..., Row]  # cells of a row -> the row
+SURE = 2.0  # standard errors
+
+
+class Difference(NamedTuple):
+    """a - b, with its standard error; None: not measured."""
+
+    value: float
+    error: float | None
+
+    def __sub__(self, other: Difference) -> Difference:  # type: ignore[override]
+        errors = (self.error, other.error)
+        error = None if None in errors else math.hypot(*(e for e in errors if e is not None))
+        return Difference(self.value - other.value, error)
+
+    def __str__(self) -> str:
+        return f"{self.value:+.3f}" + ("" if self.error is None else f" ± {self.error:.3f}")
+
+
+class Claim(NamedTuple):
+    """A statement and the differences that it expects to be positive."""
+
+    text: str
+    differences: Sequence[Difference]
+
+    def line(self) -> str:
+        """Return the claim with its verdict."""
+        return f"* {self.text}: **{self.verdict}** ({', '.join(map(str, self.differences))})."
+
+    @property
+    def verdict(self) -> str:
+        if any(one.error is None for one in self.differences):
+            return "true of these rows" if all(one.value > 0 for one in self.differences) else "not true of these rows"
+        scores = [one.value / (one.error or math.inf) for one in self.differences]
+        if all(score > SURE for score in scores):
+            return "holds"
+        return "does not hold" if any(score < -SURE for score in scores) else "within noise"
+
+
+def difference(a: Row, b: Row, key: str = "tokens_per_step") -> Difference:
+    """Return a - b of a cell."""
+    measured = [Difference(row[key], None if key == "bits" else row.get("standard_error")) for row in (a, b)]
+    return measured[0] - measured[1]
+
+
+def rising(rows: Iterable[Row], key: str = "tokens_per_step") -> list[Difference]:
+    """Return the difference of each row from the row before."""
+    return [difference(b, a, key) for a, b in pairwise(rows)]
+
+
+def above(rows: Iterable[Row], least: Row, key: str = "tokens_per_step") -> list[Difference]:
+    return [difference(row, least, key) for row in rows]
+
+
+def picker(rows: Sequence[Row]) -> Key:
+    """Return a function from cells to the only row that has them."""
+
+    def pick(**cells: Any) -> Row:
+        (found,) = (row for row in rows if all(row.get(key) == value for key, value in cells.items()))
+        return found
+
+    return pick
+
+
+def components(rows: Sequence[Row], row: Key) -> Iterator[Claim]:
+    cps = [row(circuit="CP", r=r) for r in (8, 16, 32, 64, 128)]
+    yield Claim("CP of 8 components accepts more than FF", [difference(cps[0], row(circuit="FF"), "expected")])
+    yield Claim("Every doubling of the components accepts more", rising(cps, "expected"))
+    yield Claim("128 components accept more than 8", [difference(cps[-1], cps[0], "expected")])
+
+
+def circuits(rows: Sequence[Row], row: Key) -> Iterator[Claim]:
+    leads = {n: [difference(row(n=n, circuit=name), row(n=n, circuit="CP"), "expected") for name in ("HMM", "BTREE")]
+             for n in (8, 16)}  # fmt: skip
+    for n, lead in leads.items():
+        yield Claim(f"HMM and BTree accept more than CP, n = {n}", lead)
+    yield Claim("Their lead grows with the window", [long - short for short, long in zip(*leads.values(), strict=True)])
+    longer = [
+        difference(row(n=16, circuit=name), row(n=8, circuit=name), "expected") for name in ("FF", "HMM", "BTREE")
+    ]
+    yield Claim("Windows of 16 accept more than windows of 8 (FF, HMM, BTree)", longer)
+
+
+def adapters(rows: Sequence[Row], row: Key) -> Iterator[Claim]:
+    for n in (8, 16):
+        for name in ("FF", "BTREE"):
+            some = [row(n=n, circuit=name, layers=count) for count in (0, 1, 2, 4)]
+            less = [Difference(-one.value, None) for one in rising(some, "bits")]
+            yield Claim(f"Every further adapted layer takes bits off, {name} n = {n}", less)
+            yield Claim(
+                f"Four adapted layers accept more than none, {name} n = {n}", above(some[3:], some[0], "expected")
+            )
+
+
+def hmms(rows: Sequence[Row], row: Key) -> Iterator[Claim]:
+    usual, cp = "contextual, inhomogeneous, identity", "cp, to compare with"
+    best = row(n=8, what=usual)
+    for name in ("not contextual", "homogeneous"):
+        yield Claim(
+            f"The HMM accepts more than the one that is {name}", [difference(best, row(n=8, what=name), "expected")]
+        )
+    for n in (8, 16):
+        yield Claim(
+            f"The HMM accepts more than CP, n = {n}", [difference(row(n=n, what=usual), row(n=n, what=cp), "expected")]
+        )
+    uniform = [difference(row(n=n, what="uniform start"), row(n=n, what=cp), "expected") for n in (8, 16)]
+    yield Claim("A uniform start ends below CP", [Difference(-one.value, one.error) for one in uniform])
+
+
+def from_data(rows: Sequence[Row], row: Key) -> Iterator[Claim]:
+    own, far = row(what="C-PTP, inverse autoregressive"), row(what="independent")
+    yield Claim("C-PTP from data has a lower perplexity than independent rows", [difference(far, own, "perplexity")])
+    teacher = {"perplexity": 1.05 * row(what="autoregressive: the teacher")["perplexity"]}
+    yield Claim("C-PTP from data is within 5 % of the teacher's perplexity", [difference(teacher, own, "perplexity")])
+
+
+def against_independent(rows: Sequence[Row], row: Key) -> Iterator[Claim]:
+    for variant in ("o-ptp", "c-ptp"):
+        for what in dict.fromkeys(one["what"] for one in rows):
+            lead = difference(row(what=what, variant=variant), row(what=what, variant="independent"))
+            yield Claim(f"{variant} accepts more than independent rows, {what}", [lead])
+
+
+def tasks(rows: Sequence[Row], row: Key) -> Iterator[Claim]:
+    leads = [Difference(one["btree"] - one["ff"], None) for one in rows]
+    yield Claim("btree accepts more than ff in every task", leads)
+
+
+def losses(rows: Sequence[Row], row: Key) -> Iterator[Claim]:
+    independent = row(variant="independent")
+    yield Claim("Every loss and text accepts more than independent rows", above(rows[:-1], independent))
+    for loss in ("ce", "bce", "kl", "reverse-kl"):
+        pair = [
+            row(loss=loss, text=text, variant="o-ptp" if "ce" in loss else "c-ptp") for text in ("student", "teacher")
+        ]
+        yield Claim(f"The teacher's text is better than the student's own, {loss}", rising(pair))
+
+
+def embeddings(rows: Sequence[Row], row: Key) -> Iterator[Claim]:
+    for variant in ("o-ptp", "c-ptp"):
+        mine = [one for one in rows if one["variant"] == variant]
+        named = {one["embedding"]: one for one in mine}
+        others = [one for name, one in named.items() if name != "scalar"]
+        yield Claim(f"A float alone accepts least, {variant}", above(others, named["scalar"]))
+        rest = [one for name, one in named.items() if name != "threshold"]
+        yield Claim(f"Thresholds accept most, {variant}", [difference(named["threshold"], one) for one in rest])
+
+
+def betas(rows: Sequence[Row], row: Key) -> Iterator[Claim]:
+    for variant in ("o-ptp", "c-ptp"):
+        others = [row(b=b, variant=variant) for b in (0.3, 0.5, 2.0)]
+        yield Claim(f"b = 1 accepts most, {variant}", [difference(row(b=1.0, variant=variant), one) for one in others])
+
+
+def candidates(rows: Sequence[Row], row: Key) -> Iterator[Claim]:
+    for steps in ("300", "5,000"):
+        some = [row(steps=steps, m=m) for m in (4, 16, 64)]
+        yield Claim(f"Several candidates accept more than one, {steps} steps", above(some, row(steps=steps, m=1)))
+
+
+def lengths(rows: Sequence[Row], row: Key) -> Iterator[Claim]:
+    for variant in ("o-ptp", "independent"):
+        yield Claim(
+            f"Every doubling of N accepts more, {variant}", rising(row(n=n, variant=variant) for n in (2, 4, 8))
+        )
+
+
+def pairs(rows: Sequence[Row], row: Key) -> Iterator[Claim]:
+    gap = difference(row(what="independent"), row(what="o-ptp"), "spurious")
+    yield Claim("O-PTP draws fewer incompatible pairs than independent rows", [gap])
+    limit = Difference(0.01 - row(what="o-ptp")["spurious"], None)
+    yield Claim("Fewer than 1 % of its pairs are incompatible, as in the paper", [limit])
+
+
+def bytes_recipe(rows: Sequence[Row], row: Key) -> Iterator[Claim]:
+    base = row(what="as below, nothing changed")
+    yield Claim("o-ptp accepts more than independent rows after 300 steps", [difference(base, row(what="independent"))])
+    for name in ("LoRA rank 8", "embedding ieee", "loss bce"):
+        yield Claim(f"{name} accepts less", [difference(base, row(what=name))])
+
+
+def recipe(rows: Sequence[Row], row: Key) -> Iterator[Claim]:
+    base = row(what="as below, nothing changed")
+    grown = [row(what=f"{steps} steps", variant="o-ptp") for steps in ("100", "1,000", "5,000", "20,000")]
+    yield Claim(
+        "O-PTP accepts more with more steps (100, 300, 1,000, 5,000, 20,000)", rising([grown[0], base, *grown[1:]])
+    )
+    still = [row(what=f"{steps} steps", variant="independent") for steps in ("100", "1,000", "5,000", "20,000")]
+    yield Claim("Independent rows accept more with more steps", rising(still))
+    ranks = [row(what=f"LoRA rank {rank}") for rank in (4, 16, 64, 256)]
+    yield Claim("Every larger rank accepts more (4, 16, 64, 256)", rising(ranks))
+    for name in ("all weights of the rows' layers, from the teacher's", "all weights, from scratch"):
+        yield Claim(f"{name.capitalize()}: more than LoRA", [difference(row(what=name), base)])
+    for name in ("length curriculum: 4, then 8", "learning rate 0.001", "learning rate 0.01"):
+        yield Claim(f"{name.capitalize()}: less than the recipe", [difference(base, row(what=name))])
+
+
+CLAIMS: dict[str, Callable[[Sequence[Row], Key], Iterator[Claim]]] = {
+    "mtpc-table-1": components,
+    "mtpc-table-2": circuits,
+    "mtpc-table-3": adapters,
+    "mtpc-appendix-e": hmms,
+    "ptp-table-1": from_data,
+    "ptp-table-2": against_independent,
+    "ptp-table-3": tasks,
+    "ptp-table-4": losses,
+    "ptp-table-5": embeddings,
+    "ptp-table-6": betas,
+    "ptp-table-7": candidates,
+    "ptp-table-8": lengths,
+    "ptp-figure-5": pairs,
+    "ptp-ingredients-bytes": bytes_recipe,
+    "ptp-ingredients": recipe,
+}
+
+
+def claims(name: str, rows: Sequence[Row]) -> list[Claim]:
+    """Return the claims of a table about its rows; none for a table without claims."""
+    return list(CLAIMS[name](rows, picker(rows))) if name in CLAIMS else []
