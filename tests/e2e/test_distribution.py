@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM
 
 from tests.support import distribution_cases, distributions
 from tests.support.distribution_cases import CASES, LENGTH, PROMPT, VOCAB, WINDOW, measure
-from tests.support.distributions import asking, draws_of, exact_distribution, noise_floor, of_the_first
+from tests.support.distributions import asking, draws_of, exact_distribution, noise_floor, of_the_first, power
 from tests.support.engine import build, run
 from tests.support.models import make_head, make_target, make_tokenizer
 from tests.support.requests import ALL_DRAFTS
@@ -74,7 +74,14 @@ def test_distribution_of_all_tokens(place: Any, name: str, request: pytest.Fixtu
 def test_table_of_distributions_is_current(root: Path) -> None:
     written = (root / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
     command = "python -m tests.support.distribution_cases --write benchmarks/RESULTS.md"
-    assert distribution_cases.table() in written, f"type: {command}"
+    assert distribution_cases.page() == written, f"type: {command}"
+
+
+def test_biases_are_found_and_exact_draws_are_not(place: tuple[Path, LlamaForCausalLM]) -> None:
+    """Whole texts alone would miss a bias of one token: their floor is higher than it."""
+    exact = exact_distribution(place[1], PROMPT, LENGTH, distributions.SETTINGS["T=1"])
+    assert power(exact, VOCAB, 0, 0.0, DRAWS) == 0 and power(exact, VOCAB, 2, 0.04, DRAWS) == 1
+    assert noise_floor(exact, DRAWS) > 0.04
 
 
 def test_ignored_setting_would_be_found(place: tuple[Path, LlamaForCausalLM]) -> None:

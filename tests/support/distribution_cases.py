@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,21 +26,23 @@ from tests.support.distributions import (
     MIXED,
     SETTINGS,
     asking,
+    compare,
     draws_by_kind,
     exact_distribution,
-    noise_floor,
     of_the_first,
-    total_variation,
+    power,
 )
 from tests.support.engine import Engine, build, run
 from tests.support.features import write_page
 from tests.support.hosted import make_eagle3
-from tests.support.models import make_head, make_ptp_head, sample_target
+from tests.support.models import make_head, make_ptp_head, make_target, sample_target
 from tests.support.requests import ALL_DRAFTS
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.heads import HOSTED
 
 VOCAB, LENGTH, PROMPT, WINDOW = 3, 6, [0, 1], 4
+BIASES = (0.02, 0.04, 0.08)
+POWER = "Simulated power: how often draws of a distribution that is biased at one token are found to be of another one."
 CIRCUITS = {"ff": 1, "cp": 3, "hmm": 3, "btree": 3}  # their components
 HEADS = [f"{circuit}, {fit}" for circuit in CIRCUITS for fit in ("good", "bad")]
 OPTIONS = {"good": {}, "bad": {}, "tokens": {"token_rank": 2}, "bad tokens": {"token_rank": 2}}
@@ -183,10 +186,10 @@ def measure(folder: Path, target: LlamaForCausalLM, name: str, count: int, lengt
         distributions = [of_the_first(distribution, length, VOCAB) for distribution in distributions]
     rows = []
     for kind, texts, exact in zip(case.settings, draws, distributions, strict=True):
-        distance, floor = total_variation(texts, exact, VOCAB), noise_floor(exact, len(texts))
-        is_kept = distance <= floor
+        found = compare(texts, exact, VOCAB)
+        is_kept = found.distance <= found.floor
         verdict = ("missed" if is_kept else "found") if case.is_fault else ("kept" if is_kept else "broken")
-        rows.append({"setting": kind, "draws": len(texts), "distance": distance, "floor": floor, "verdict": verdict})
+        rows.append({"setting": kind, "draws": len(texts), **found._asdict(), "verdict": verdict})
     acceptance = round(reply.accepted / reply.drafted, 3) if reply.drafted else None
     measured = {"case": name, "acceptance": acceptance, "seconds": round(time.monotonic() - start), "rows": rows}
     print(measured)
@@ -226,10 +229,23 @@ def table() -> str:
     return "\n".join([*lines, ""])
 
 
+def power_table() -> str:
+    """How often a bias of the distribution at T=1 is found, by its total variation; simulated."""
+    with tempfile.TemporaryDirectory() as folder:
+        target = make_target(Path(folder), VOCAB, seed=1, hidden_size=32)
+        exact = exact_distribution(target, PROMPT, LENGTH, SETTINGS["T=1"])
+    lines = [f"| draws | biased token | {' | '.join(f'TV {share}' for share in BIASES)} |", "|---" * 5 + "|"]
+    for count in (1_000, 4_000, 20_000):
+        for position in (0, 2):
+            found = (f"{power(exact, VOCAB, position, share, count):.0%}" for share in BIASES)
+            lines.append(f"| {count:,} | {position + 1} | {' | '.join(found)} |")
+    return "\n".join([*lines, ""])
+
+
 def page() -> str:
-    """Return the text of benchmarks/RESULTS.md with a new table."""
+    """Return the text of benchmarks/RESULTS.md with new tables."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    return before + BEGIN + "\n" + table() + "\n" + END + rest.partition(END)[2]
+    return f"{before}{BEGIN}\n{table()}\n{POWER}\n\n{power_table()}\n{END}{rest.partition(END)[2]}"
 
 
 if __name__ == "__main__":

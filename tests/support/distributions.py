@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +16,8 @@ from tests.support.engine import Call, Reply
 # One false alarm in about 3 million runs for a normal statistic; seeds are fixed, so a test that
 # passed once passes again.
 SIGMAS = 5.0
+PREFIXES = (1, 2, 3, 4)  # tokens of the marginals that are compared besides the whole texts
+LEVEL = 1e-6  # of all of them together
 
 
 AT_ONCE = 50  # answers of one request: vLLM looks at its parameters once, a millisecond and more
@@ -187,8 +189,63 @@ def noise_floor(distribution: np.ndarray, count: int) -> float:
     return float(distances.mean() + SIGMAS * distances.std())
 
 
+class Comparison(NamedTuple):
+    """Draws against a distribution, of their first `tokens` tokens."""
+
+    tokens: int
+    distance: float
+    floor: float
+
+
+def prefix_floor(distribution: np.ndarray, count: int) -> float:
+    """Largest total variation of a marginal of few cells by chance: mean + McDiarmid's bound at LEVEL.
+
+    One draw changes the total variation by 1 / count at most, so it exceeds its mean by t with probability
+    exp(-2 count t^2) at most. The tail of few cells is heavier than that of a normal distribution.
+    """
+    counts = np.random.default_rng(0).multinomial(count, distribution / distribution.sum(), size=200)
+    mean = np.abs(counts / count - distribution).sum(axis=1).mean() / 2
+    return float(mean + np.sqrt(np.log(len(PREFIXES) / LEVEL) / (2 * count)))
+
+
+def compare(draws: Sequence[Sequence[int]], distribution: np.ndarray, vocab_size: int) -> Comparison:
+    """Compare the marginals of the first tokens and the whole texts; returns the one that exceeds its floor most."""
+    length, found = round(np.log(len(distribution)) / np.log(vocab_size)), list[Comparison]()
+    for tokens in (*(one for one in PREFIXES if one < length), length):
+        marginal = of_the_first(distribution, tokens, vocab_size)
+        floor = (noise_floor if tokens == length else prefix_floor)(marginal, len(draws))
+        distance = total_variation([draw[:tokens] for draw in draws], marginal, vocab_size)
+        found.append(Comparison(tokens, distance, floor))
+    return max(found, key=lambda one: one.distance / one.floor if one.floor else 0.0)
+
+
 def is_distributed(draws: Sequence[Sequence[int]], distribution: np.ndarray, vocab_size: int) -> bool:
     """Whether draws are as close to `distribution` as exact draws are."""
-    distance, floor = total_variation(draws, distribution, vocab_size), noise_floor(distribution, len(draws))
-    print(f"{len(draws)} draws, TV {distance:.5f}, allowed {floor:.5f}")
-    return distance < floor
+    found = compare(draws, distribution, vocab_size)
+    print(f"{len(draws)} draws, first {found.tokens} tokens: TV {found.distance:.5f}, allowed {found.floor:.5f}")
+    return found.distance < found.floor
+
+
+def biased(distribution: np.ndarray, vocab_size: int, position: int, share: float) -> np.ndarray:
+    """The distribution with a share of the mass at one token moved from its likeliest to its least likely id."""
+    cells = distribution.reshape(vocab_size**position, vocab_size, -1).copy()
+    mass = cells.sum(axis=(0, 2))
+    top, low = mass.argmax(), mass.argmin()
+    moved = cells[:, top] * min(1.0, share / mass[top])
+    cells[:, top] -= moved
+    cells[:, low] += moved
+    return cells.ravel()
+
+
+def power(distribution: np.ndarray, vocab_size: int, position: int, share: float, count: int, runs: int = 100) -> float:
+    """How often `count` draws of the biased distribution are found to be of another one, simulated."""
+    generator, wrong = np.random.default_rng(0), biased(distribution, vocab_size, position, share)
+    length = round(np.log(len(distribution)) / np.log(vocab_size))
+    parts = [of_the_first(distribution, tokens, vocab_size) for tokens in (*PREFIXES, length)]
+    floors = [*(prefix_floor(part, count) for part in parts[:-1]), noise_floor(parts[-1], count)]
+    found = 0
+    for counts in generator.multinomial(count, wrong / wrong.sum(), size=runs):
+        own = [of_the_first(counts / count, tokens, vocab_size) for tokens in (*PREFIXES, length)]
+        distances = [np.abs(a - b).sum() / 2 for a, b in zip(own, parts, strict=True)]
+        found += any(a > b for a, b in zip(distances, floors, strict=True))
+    return found / runs
