@@ -122,6 +122,17 @@ def hmms(rows: Sequence[Row], row: Key) -> Iterator[Claim]:
     yield Claim("A uniform start ends below CP", [Difference(-one.value, one.error) for one in uniform])
 
 
+def same_texts(rows: Sequence[Row], row: Key) -> Iterator[Claim]:
+    for t in (0.0, 1.0):
+        mine = [one for one in rows if one["t"] == t]
+        left = [
+            max(0.02 * one["predicted"], 3 * one["standard_error"]) - abs(one["served"] - one["predicted"])
+            for one in mine
+        ]
+        text = f"Served is within 2 % or three standard errors of expected, T = {t:.0f}"
+        yield Claim(text, [Difference(value, None) for value in left])
+
+
 def from_data(rows: Sequence[Row], row: Key) -> Iterator[Claim]:
     own, far = row(what="C-PTP, inverse autoregressive"), row(what="independent")
     yield Claim("C-PTP from data has a lower perplexity than independent rows", [difference(far, own, "perplexity")])
@@ -215,6 +226,7 @@ CLAIMS: dict[str, Callable[[Sequence[Row], Key], Iterator[Claim]]] = {
     "mtpc-table-2": circuits,
     "mtpc-table-3": adapters,
     "mtpc-appendix-e": hmms,
+    "mtpc-served-and-expected": same_texts,
     "ptp-table-1": from_data,
     "ptp-table-2": against_independent,
     "ptp-table-3": tasks,
