@@ -258,6 +258,11 @@ def findings(result: dict[str, Any]) -> list[str]:
                 share = best[0]["products"] / other[0]["products"]
                 subject = f"n={window}, {prefix}: {described(spec)} against {name}"
                 found.append(f"* {subject}: {verdict(best, other)}; {share:.0%} of its products.")
+        for spec, rows in ((spec, rows) for spec, rows in by_spec.items() if spec.head == "product"):
+            factors = markov if spec.token_rank else by_spec[MARKOV._replace(token_rank=0)]
+            share = rows[0]["products"] / factors[0]["products"]
+            subject = f"n={window}, {described(spec)} against its factors alone"
+            found.append(f"* {subject}: {verdict(rows, factors)}; {share:.0%} of their products.")
     return found
 
 
@@ -317,10 +322,12 @@ def draw(result: dict[str, Any], file: Path) -> None:
     for rows in groups(result):
         value, shares = influence(rows, "t1")
         first, x = rows[0], rows[0]["products"] / 1e6
-        axes.errorbar(x, value, error_of(shares), fmt="s" if "circuit" not in first else "o", capsize=3)
+        color = {"hosted": "C0", "product": "C1"}.get(first["head"], "C2")
+        axes.errorbar(x, value, error_of(shares), fmt="o", color=color, ecolor="0.8")
         sizes = f" r={first['components']} c={first['component_rank']}" if first.get("components", 1) > 1 else ""
         name = f"{first['head']} {first['circuit']}{sizes} t={first['token_rank']}" if "circuit" in first else NATIVE
         axes.annotate(name, (x, value), xytext=(5, 4), textcoords="offset points", fontsize=7)
+    axes.margins(x=0.3)
     axes.set(xlabel="million products of a draft", ylabel="tokens/step, T=1", title="Heads on a native MTP layer, n=8")
     figure.savefig(file, metadata={"Date": None, "Creator": None} if file.suffix == ".svg" else None)
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks import served_states
+from benchmarks import hosted, served_states
 
 
 def read(root: Path, name: str) -> dict[str, Any]:
@@ -15,5 +15,6 @@ def read(root: Path, name: str) -> dict[str, Any]:
 
 def test_tables_are_computed_from_their_files(root: Path) -> None:
     written = (root / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
+    assert hosted.table(read(root, "hosted")) in written
     states = read(root, "served-states") | {"served": read(root, "served-int8")["served"]}
     assert served_states.table(states) in written
