@@ -3,9 +3,10 @@
 # Commands with FILE write build/refresh/NAME.json; check it and copy it to benchmarks/results. Others are printed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[[ ${1:-} == --stale ]] && exec python -m benchmarks.registry --stale
+python=${PYTHON:-.venv/bin/python}
+[[ ${1:-} == --stale ]] && exec "$python" -m benchmarks.registry --stale
 mkdir -p build/refresh
-python -m benchmarks.registry --commands "$@" | while IFS=$'\t' read -r name command; do
+"$python" -m benchmarks.registry --commands "$@" | while IFS=$'\t' read -r name command; do
     if [[ $command == *FILE* && $command != *DATA* && $command != *TEXT_FILE* ]]; then
         command=${command//FILE/build/refresh/$name.json}
         echo "+ $command"
