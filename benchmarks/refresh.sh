@@ -4,6 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
+export PATH="$PWD/.venv/bin:$PATH"
 [[ ${1:-} == --stale ]] && exec "$python" -m benchmarks.registry --stale
 mkdir -p build/refresh
 "$python" -m benchmarks.registry --commands "$@" | while IFS=$'\t' read -r name command; do

@@ -69,6 +69,13 @@ def demo() -> str:
     return table("", [[name, *(show(row[cell]) for cell in CELLS)] for name, row in read("serve-demo-cpu").items()])
 
 
+def identical() -> str:
+    """Return how many greedy outputs of the demo equal plain vLLM's; a decoding has one check for all its cells."""
+    checks = [one[0.0, 1]["identical"] for name, one in read("serve-demo-cpu").items() if name != "plain"]
+    same, asked = map(sum, zip(*checks, strict=True))
+    return f"{same:,} of {asked:,}"
+
+
 def subword() -> str:
     """Return the table of the Llama with 4,096 ids."""
     found = {name: row for name, row in read("serve-subword-cpu").items() if "every" not in name}
@@ -160,6 +167,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "headline": headline,
     "span": span,
     "demo": demo,
+    "identical": identical,
     "others": others,
     "subword": subword,
     "draft": draft,

@@ -34,8 +34,7 @@ def test_draft_has_no_more_launches_and_bytes_than_before(name: str, root: Path)
 def test_served_speeds_in_documents_equal_their_result_files(root: Path, name: str) -> None:
     text = (root / name).read_text(encoding="utf-8")
     assert serve_tables.fill(text) == text, "type: python -m benchmarks.serve_tables"
-    falsified = text.replace("1.57x", "1.75x").replace("of an oracle in steady load", "of the oracle")
-    falsified = falsified.replace("819 GB", "918 GB")
+    falsified = serve_tables.BLOCK.sub(lambda found: found[0].replace("0", "1"), text)
     assert falsified != text and serve_tables.fill(falsified) == text
 
 
