@@ -11,7 +11,6 @@ text: the tokens and steps of a text are summed over the seeds.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -180,6 +179,7 @@ def measured(job: Any, target: MtpTarget, samples: Any, name: str) -> dict[str, 
 def compare(args: argparse.Namespace, target: MtpTarget, window: int, texts: dict[str, Any]) -> list[dict[str, Any]]:
     """Return one row for native recursion, and one for each head and seed, on held-out texts by temperature."""
     found: list[dict[str, Any]] = []
+    with_states = {name: with_drafter(some, target) for name, some in texts.items()}
 
     def add(job: Any, texts: dict[str, Any], spec: Spec | None, seed: int | None) -> None:
         own = {"window": window, "seed": seed} | (spec._asdict() if spec else {"head": NATIVE})
@@ -199,7 +199,7 @@ def compare(args: argparse.Namespace, target: MtpTarget, window: int, texts: dic
             options = options_of(args, window, spec, seed)
             job = options.trainer(options, target)
             learn(job.head, steps, options)
-            add(job, {name: with_drafter(some, target) for name, some in texts.items()}, spec, seed)
+            add(job, with_states, spec, seed)
     return found
 
 
@@ -341,17 +341,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=300, metavar="N", help="of a head")
     parser.add_argument("--sequences", type=int, default=64, metavar="S", help="held-out texts per temperature")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument(
-        "--figure", type=Path, metavar="FILE", help="of the rows of --json, which is not measured again"
-    )
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="tokens/step over products, .svg or .png")
     args = parser.parse_args(arguments)
     return guard(PROG, lambda: run(args))
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.figure:
-        draw(json.loads(args.json.read_text(encoding="utf-8")), args.figure)
-        return 0
     check_file(args.json)
     started, plain = time.monotonic(), load_target(demo.path("target"))
     target = MtpTarget(**{field.name: getattr(plain, field.name) for field in fields(plain)})
@@ -363,6 +358,8 @@ def run(args: argparse.Namespace) -> int:
     texts = dict(options.trainer(options, target, Accelerator(cpu=True)).continuations(prompts).items())
     results = [row for window in args.windows for row in compare(args, target, window, texts)]
     print_table("tokens/step on a native MTP layer", COLUMNS, [shown(rows) for rows in groups({"rows": results})])
+    if args.figure:
+        draw({"rows": results}, args.figure)
     if args.json:
         minutes, definitions = round((time.monotonic() - started) / 60, 1), DEFINITIONS.splitlines()
         values = {"kind": "hosted heads", "definitions": definitions, **provenance.collect(), "minutes": minutes}

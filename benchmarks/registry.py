@@ -142,7 +142,7 @@ def main(arguments: list[str] | None = None) -> int:
         number += 1
         if args.commands is not None:
             if not args.commands or set(args.commands) & {*result.files}:
-                print(result.files[0], result.command, sep="\t")
+                print(result.files[0] if len(result.files) == 1 else "-", result.command, sep="\t")
             continue
         for name, code in changed.items():
             more = f" and {len(code) - SHOWN} more" if len(code) > SHOWN else ""

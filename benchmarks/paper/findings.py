@@ -1,8 +1,8 @@
 """Findings of the papers' tables, computed from their rows.
 
 A claim names differences that should be positive. It holds if each exceeds two standard errors, does not hold if one is
-below minus two, and is within noise otherwise. Rows share their texts, so errors of differences are at most those of
-independent rows, which are used. Rows without a standard error are compared as they are.
+below minus two, and is within noise otherwise. Errors are combined as those of independent rows. Rows without a
+standard error are compared as they are.
 """
 
 from __future__ import annotations

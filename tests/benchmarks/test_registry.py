@@ -34,7 +34,7 @@ def test_table_is_current() -> None:
     assert registry.page(written) == written, "type: python -m benchmarks.registry --write benchmarks/RESULTS.md"
 
 
-@pytest.mark.skipif(not has_history(), reason="the commits of results are not here")
+@pytest.mark.skipif(not has_history(), reason="needs the git history of the results: clone without --depth")
 def test_results_older_than_their_code_have_a_reason_and_others_none() -> None:
     wrong = {one.what: one.old for one in registry.read()[1] if any(registry.changes(one)) != bool(one.old)}
     assert not wrong, f"measure again, or set or remove `old` in benchmarks/registry.yaml: {wrong}"

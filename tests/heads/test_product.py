@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -101,7 +102,10 @@ def test_sums_of_ranks_are_those_of_one(in_blocks: bool, size: int) -> None:
     head, states = make()
     wanted = head.draft_params(states, FIRST, N - 1, in_blocks)
     rows, own = -(-V // size), []
-    logits = lambda rank: lambda x: nn.functional.pad(LM_HEAD(x), (0, rows * size - V))[..., rank * rows :][..., :rows]  # noqa: E731
+
+    def logits(rank: int) -> Callable[[Tensor], Tensor]:
+        return lambda x: nn.functional.pad(LM_HEAD(x), (0, rows * size - V)).unflatten(-1, (size, rows))[..., rank, :]
+
     for rank in range(size):
         part, _ = make()
         part.bind_lm_head(logits(rank), Shard(rank, size, V, lambda x: own.append(x) or x.repeat(size, 1)))

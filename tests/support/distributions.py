@@ -203,7 +203,8 @@ def prefix_floor(distribution: np.ndarray, count: int) -> float:
     One draw changes the total variation by 1 / count at most, so it exceeds its mean by t with probability
     exp(-2 count t^2) at most. The tail of few cells is heavier than that of a normal distribution.
     """
-    counts = np.random.default_rng(0).multinomial(count, distribution / distribution.sum(), size=200)
+    distribution = distribution / distribution.sum()
+    counts = np.random.default_rng(0).multinomial(count, distribution, size=200)
     mean = np.abs(counts / count - distribution).sum(axis=1).mean() / 2
     return float(mean + np.sqrt(np.log(len(PREFIXES) / LEVEL) / (2 * count)))
 
