@@ -92,8 +92,8 @@ def from_data(quick: bool) -> Iterator[Row]:
         ("independent", "independent", {}),
     ):
         trained = student("taxi", variant, 3 if quick else STEPS, "lora", tuple(options.items()))
-        yield {"what": what, "perplexity": toy.perplexity(made, trained)}
-    yield {"what": "autoregressive: the teacher", "perplexity": toy.perplexity(made, None)}
+        yield {"what": what, "perplexity": toy.perplexity(made, trained, WINDOW)}
+    yield {"what": "autoregressive: the teacher", "perplexity": toy.perplexity(made, None, WINDOW)}
 
 
 def against_independent(quick: bool) -> Iterator[Row]:
@@ -140,7 +140,7 @@ def betas(quick: bool) -> Iterator[Row]:
 
 def candidates(quick: bool) -> Iterator[Row]:
     """Table 7."""
-    prompts = language("taxi").held_out.prompts[: 4 if quick else 100]
+    prompts = language("taxi").prompts[: 4 if quick else 100]
     for steps in (3,) if quick else (STEPS, 5000):
         trained = student("taxi", "o-ptp", steps, "lora", ())
         for count in (1, 4) if quick else (1, 4, 16, 64):

@@ -22,7 +22,7 @@ def pairs(made: Toy, students: Mapping[str, Student]) -> list[Row]:
     u = torch.cartesian_prod(axis, axis)  # [G, 2]
     rows = []
     for name in ("autoregressive", *students):
-        found = [_pairs(made, students.get(name), prompt[:2], u) for prompt in made.held_out.prompts[:PROMPTS]]
+        found = [_pairs(made, students.get(name), prompt, u) for prompt in made.prompts[:PROMPTS]]
         spurious = torch.stack([_spurious(some) for some in found]).float().mean().item()
         first = " ".join(map(str, found[0].flatten().tolist()))  # one line of the file
         rows.append({"what": name, "spurious": spurious, "first": first})

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -40,7 +41,6 @@ DISTRICTS, KEEP = 5, 0.4
 SIDES, PHRASE = 8, 8
 START, END = SIDES * PHRASE, SIDES * PHRASE + 1
 UNAWARE = PHRASE / (1 / SIDES + 2 * (1 - 1 / SIDES))
-WINDOW_OF_PERPLEXITY = 8
 TEXTS, HELD_OUT = 400, 160  # to train on, to measure on
 
 
@@ -90,19 +90,32 @@ class Toy(NamedTuple):
     documents: Documents
     held_out: Samples
 
+    @property
+    def prompts(self) -> list[Tensor]:
+        """Return the prompts of the held-out texts."""
+        length = LANGUAGES[self.name].prompt
+        return list(self.held_out.tokens[:, :length])
 
-def make(name: str, window: int, layers: int = 2, hidden: int = 64) -> Toy:
-    """A Llama that has learnt the language, and texts that it wrote, with `window` tokens after each."""
+
+def make(name: str, window: int, layers: int = 2, hidden: int = 64, count: int = TEXTS) -> Toy:
+    """A Llama that has learnt the language, and `count` texts that it wrote, with `window` tokens after each."""
     language = LANGUAGES[name]
     teacher = _teacher(language, name, layers, hidden)
-    prompts = [torch.from_numpy(text) for text in language.write(TEXTS + HELD_OUT, language.prompt, 3)]
+    prompts = [torch.from_numpy(text) for text in language.write(count + HELD_OUT, language.prompt, 3)]
     more = {"overhang": window, "stops": set(), "batch": TEXTS}
     texts = [
         generate(teacher, some, language.length - len(some[0]), Sampling(), torch.Generator().manual_seed(seed), **more)
-        for seed, some in enumerate((prompts[:TEXTS], prompts[TEXTS:]))
+        for seed, some in enumerate((prompts[:count], prompts[count:]))
     ]
     written = texts[0].tokens[:, : language.length].numpy()
     return Toy(name, teacher, [(text, np.ones(len(text), bool)) for text in written], texts[1])
+
+
+def of_language(toy: Toy) -> Toy:
+    """The same teacher with as many texts of the language itself to train on."""
+    language = LANGUAGES[toy.name]
+    written = language.write(len(toy.documents), language.length, 4)
+    return toy._replace(documents=[(text, np.ones(len(text), bool)) for text in written])
 
 
 def train(toy: Toy, window: int, steps: int, trainer: type[PtpTrainer] = PtpTrainer, **changes: Any) -> Student:
@@ -129,12 +142,12 @@ def measure(toy: Toy, student: Student, num_drafts: int | None = None) -> PtpMet
 
 
 @torch.inference_mode()
-def perplexity(toy: Toy, student: Student | None) -> float:
+def perplexity(toy: Toy, student: Student | None, window: int) -> float:
     """Of x_2 .. x_n of windows of the held-out text, under the teacher or a student, u inside its own intervals.
 
     C-PTP: rows that know u_1 .. u_(k-1) give the distribution of x_k, as in inverse autoregressive training.
     """
-    texts, window = toy.held_out.tokens, WINDOW_OF_PERPLEXITY
+    texts = toy.held_out.tokens
     row = torch.arange(len(texts)).repeat_interleave(4)
     start = 2 + 8 * torch.arange(4).repeat(len(texts))
     tokens = texts[row[:, None], start[:, None] + 1 + torch.arange(window)]

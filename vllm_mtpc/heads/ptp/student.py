@@ -62,6 +62,7 @@ class Record:
 class Layout:
     """B windows of `length` n rows each, laid out as G packed rows of W windows; built once per pass.
 
+    Where this would be half padding, as with few windows of many rows, each window has its own copy of its packed row.
     `start` [B] is the index of the last token of packed row `row` [B] that a window reads.
     """
 
@@ -70,6 +71,13 @@ class Layout:
         self.rows, group = row.unique(return_inverse=True)  # [G], [B]
         counts = torch.bincount(group, minlength=len(self.rows))
         self.width = int(counts.max())
+        if len(self.rows) * self.width >= 2 * len(row):
+            self.rows, self.width, group, counts = (
+                row,
+                1,
+                torch.arange(len(row), device=row.device),
+                torch.ones_like(row),
+            )
         order = group.argsort(stable=True)
         within = torch.empty_like(group)
         within[order] = torch.arange(len(group), device=group.device) - (counts.cumsum(0) - counts)[group[order]]
@@ -80,7 +88,7 @@ class Layout:
         hidden[self.place] = ~(seen & (index <= start[:, None]))
         self.hidden = hidden.view(len(self.rows), 1, 1, self.width, 1, -1)  # [G, 1, 1, W, 1, S]
         self.later = torch.ones(length, length, dtype=torch.bool, device=row.device).triu(1)
-        self.full = len(self.rows) == len(prefix.hidden)
+        self.full = torch.equal(self.rows, torch.arange(len(prefix.hidden), device=row.device))
         self.layer = 0
 
     def attend(

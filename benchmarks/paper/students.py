@@ -1,0 +1,168 @@
+"""PTP students of the toy languages, each trained once per seed and measured in everything that tables need.
+
+``python -m benchmarks.paper.students [--minutes 60] [--jobs 2]`` trains those that the result file does not have, in
+the order of `specs`, and adds each to it; a later run goes on. The tables average over the seeds that are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.paper import toy
+from benchmarks.paper.candidates import Written
+from benchmarks.paper.ptp_figures import pairs
+from benchmarks.paper.ptp_students import on_layers, own_weights
+from vllm_mtpc.engine import provenance
+from vllm_mtpc.eval.text import Sampling
+from vllm_mtpc.heads.ptp.embedding import EMBEDDINGS
+from vllm_mtpc.heads.ptp.student import Student
+from vllm_mtpc.report import write_json
+from vllm_mtpc.train.ptp.ptp_trainer import PtpTrainer
+
+FILE = provenance.RESULTS / "paper-ptp-students.json"
+WINDOW, STEPS, SEEDS = 16, 10_000, (0, 1, 2)
+TEXTS, BATCH = 4000, 32  # texts of 48 tokens to train on, windows per step as in the paper
+LENGTHS = (2, 4, 8, 16)  # of windows that a student is measured with
+CANDIDATES = (1, 4, 16, 64, 256, 1024)
+JOBS: dict[str, type[PtpTrainer]] = {
+    "lora": PtpTrainer,
+    "first half": on_layers(lambda count: list(range(count // 2))),
+    "last half": on_layers(lambda count: list(range(count // 2, count))),
+    "own": own_weights(scratch=False),
+    "scratch": own_weights(scratch=True),
+}
+COIN = {"language": "coin", "steps": 1500, "window": 8}
+FROM_DATA = {"ptp_loss": "inverse", "steps": 3000}
+
+
+class Spec(NamedTuple):
+    """A student; ``changes``: language, window, steps, job, text, candidates, or options of vllm-mtpc train."""
+
+    variant: str
+    changes: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return " ".join([self.variant, *(f"{key}={value}" for key, value in sorted(self.changes.items()))])
+
+
+def specs() -> Iterator[tuple[Spec, int]]:
+    """Yield students and seeds, those that most tables need first."""
+    first = [Spec(variant, {}) for variant in ("o-ptp", "independent", "c-ptp")]
+    first += [Spec(one.variant, COIN) for one in first]
+    yield from ((spec, seed) for seed in SEEDS for spec in first)
+    others = [Spec("c-ptp", FROM_DATA | {"job": job}) for job in ("lora", "own", "scratch")]
+    others += [Spec("o-ptp", {"text": "dataset"}), Spec("c-ptp", {"text": "dataset"})]
+    for variant, loss in (("o-ptp", "bce"), ("c-ptp", "reverse-kl")):
+        others += [Spec(variant, {"ptp_loss": loss} | more) for more in ({}, {"text": "dataset"})]
+    others += [Spec(variant, {"u_beta": b}) for b in (2.0, 0.5) for variant in ("o-ptp", "c-ptp")]
+    others += [
+        Spec(variant, {"u_embedding": name}) for variant in ("o-ptp", "c-ptp") for name in EMBEDDINGS[:7]
+        if name != "threshold"
+    ]  # fmt: skip
+    for variant, losses in (("o-ptp", ({}, {"ptp_loss": "bce"})), ("c-ptp", ({}, {"ptp_loss": "reverse-kl"}))):
+        others += [Spec(variant, loss | {"text": "student"}) for loss in losses]
+    yield from ((spec, seed) for seed in SEEDS for spec in others)
+
+
+def trained(spec: Spec, seed: int, scale: float = 1.0) -> tuple[toy.Toy, Student]:
+    """Return a language and a student after ``scale`` of its steps."""
+    changes = dict(spec.changes)
+    language, window = changes.pop("language", "taxi"), changes.pop("window", WINDOW)
+    steps, job, text = changes.pop("steps", STEPS), changes.pop("job", "lora"), changes.pop("text", "teacher")
+    made = toy.make(language, window, count=TEXTS)
+    if text == "student":
+        changes["proposals"] = text
+    if job in ("own", "scratch"):
+        changes["learning_rate"] = 2e-3
+    given = toy.of_language(made) if text == "dataset" else made
+    steps = max(3, round(scale * steps))
+    options = {"windows_per_step": BATCH, "seed": seed, **changes}
+    return made, toy.train(given, window, steps, JOBS[job], variant=spec.variant, **options)
+
+
+def measured(spec: Spec, seed: int, scale: float = 1.0) -> dict[str, Any]:
+    """Train a student and return its entry in the file."""
+    torch.set_num_threads(1)
+    begun = time.monotonic()
+    made, student = trained(spec, seed, scale)
+    seconds, window = time.monotonic() - begun, student.config.window
+    found = {n: toy.measure(made, student, n - 1) for n in LENGTHS if n <= window}
+    entry: dict[str, Any] = {"variant": spec.variant, "changes": spec.changes, "seed": seed, "seconds": seconds}
+    entry |= {key: value for key, value in provenance.collect().items() if key in ("commit", "time", "hardware")}
+    entry["by_window"] = {n: figures(one) for n, one in found.items()}
+    entry |= figures(found[window])
+    if spec.variant != "o-ptp" and made.name == "taxi":
+        entry["perplexity"] = toy.perplexity(made, student, window)
+        entry["of_teacher"] = toy.perplexity(made, None, window)
+    if not spec.changes:
+        entry["pairs"] = {row["what"]: row for row in pairs(made, {spec.variant: student})}
+    if not spec.changes and spec.variant == "o-ptp":
+        prompts = made.prompts[: max(4, round(100 * min(1, scale)))]
+        entry["candidates"] = {
+            count: Written(student, prompts, count, 40, Sampling()).run().tokens_per_step()
+            for count in CANDIDATES[: None if scale == 1 else 2]
+        }
+    return entry
+
+
+def figures(found: Any) -> dict[str, float]:
+    """Return the cells of the tables."""
+    return {
+        "right": found.anywhere - 1,
+        "tokens_per_step": found.tokens_per_step,
+        "standard_error": found.standard_error,
+        "shuffled": found.shuffled_tokens_per_step,
+    }
+
+
+def kept(file: Path = FILE) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8"))["cases"] if file.is_file() else {}
+
+
+def averaged(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the means of cells over seeds, whose texts are the same, and the standard error of tokens/step.
+
+    The error has two parts: of the texts, and of the seeds where there are two or more.
+    """
+    mean = {key: fmean(row[key] for row in rows) for key in ("right", "tokens_per_step", "shuffled")}
+    of_texts = fmean(row["standard_error"] for row in rows)
+    of_seeds = stdev(row["tokens_per_step"] for row in rows) / math.sqrt(len(rows)) if len(rows) > 1 else 0.0
+    return {**mean, "standard_error": math.hypot(of_texts, of_seeds), "seeds": len(rows)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.paper.students", description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no student after this time")
+    parser.add_argument("--jobs", type=int, default=1, help="students at once, one core each")
+    parser.add_argument("--json", type=Path, default=FILE, help="the file that is added to")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the steps; below 1: to try the path")
+    args = parser.parse_args()
+    cases, end = kept(args.json), time.monotonic() + 60 * args.minutes
+    missing = [(spec, seed) for spec, seed in specs() if f"{spec.name}, seed {seed}" not in cases]
+    running: dict[Future[dict[str, Any]], str] = {}
+    with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
+        while running or (missing and time.monotonic() < end):
+            while missing and len(running) < args.jobs and time.monotonic() < end:
+                spec, seed = missing.pop(0)
+                running[pool.submit(measured, spec, seed, args.scale)] = f"{spec.name}, seed {seed}"
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
+                name = running.pop(done)
+                cases[name] = done.result()
+                write_json(args.json, {"cases": cases})
+                print(f"{name}: {cases[name]['tokens_per_step']:.3f} tokens/step, {len(missing)} to start", flush=True)
+
+
+if __name__ == "__main__":
+    main()
