@@ -1,10 +1,10 @@
-"""The feature page, benchmarks/FEATURES.md: what works with drafts on, as a run of all tests found it.
+"""The feature page, benchmarks/FEATURES.md: what works with drafts on, as the kept runs of the tests found it.
 
     scripts/test.sh --all --outcome=benchmarks/results/tests-all.json
     python -m tests.support.features --write benchmarks/FEATURES.md
 
 A test names the cells it fills: `@pytest.mark.feature("top_k", "distribution", "mtpc on V1")`, or its columns by
-`@pytest.mark.column("mtpc on V1")` on it or its parameters. Only a test that passed in the kept run fills a cell.
+`@pytest.mark.column("mtpc on V1")` on it or its parameters. Only a test that passed in a kept run fills a cell.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 
 import pytest
 
-KEPT = Path(__file__).parents[2] / "benchmarks" / "results" / "tests-all.json"
+from tests.claims import KEPT
+
 V1, V2, PTP = COLUMNS = ("mtpc on V1", "mtpc on V2", "ptp on V2")
 KINDS = {"distribution": "distribution", "exact": "exact", "refused": "refused", "off": "turned off"}  # as shown
 HEADER = """# Features
 
 Features of requests and engines with drafts. Written by `python -m tests.support.features --write
-benchmarks/FEATURES.md` from the results of a run of the tests ([tests-all.json](results/tests-all.json)); do not
-edit it.
+benchmarks/FEATURES.md` from kept runs of the tests ([tests-all.json](results/tests-all.json)); do not edit it.
 
 * **distribution**: tests compare the distribution of sampled text with enumeration, and find an injected fault.
 * **exact**: tests compare tokens (and logprobs) with plain vLLM's, greedy or sharpened to be, drafts on and accepted.
@@ -84,12 +84,16 @@ def page() -> str:
     for row in ROWS:
         cells = [_cell(shown[row, column], UNTESTED.get((row, column)), numbers) for column in COLUMNS]
         table.append(f"| {row} | {' | '.join(cells)} |")
-    skipped, versions, hardware = sum(map(len, outcome["skipped"].values())), outcome["versions"], outcome["hardware"]
+    versions, hardware = outcome["versions"], outcome["hardware"]
     device = ", ".join(hardware.get("gpus") or []) or f"{hardware['cores']} CPU cores"
-    ran = f"The run: {outcome['time'][:10]}, commit `{outcome['commit']}`, {device}, vLLM {versions['vllm']}, "
-    ran += f"Python {versions['python']}; {outcome['passed']} tests passed, {len(outcome['failed'])} failed, "
-    ran += f"{skipped} were skipped."
-    tests = [f"{number}. `tests/{test.replace('::', '`: `')}`" for test, number in numbers.items()]
+    entries = [entry for kinds in outcome["tests"].values() for entry in kinds.values()]
+    passed, failed, skipped = (sum(entry[end] for entry in entries) for end in ("passed", "failed", "skipped"))
+    runs = sorted({(entry["day"], entry["commit"]) for entry in [*entries, *outcome["cells"]]})
+    ran = f"The runs: {', '.join(f'{day} (`{commit[:9]}`)' for day, commit in runs)}; {device}, vLLM "
+    ran += f"{versions['vllm']}, Python {versions['python']}. Each test counts as it last ran: {passed} passed, "
+    ran += f"{failed} failed, {skipped} were skipped. `python -m tests.claims` lists them."
+    days = {cell["test"]: cell["day"] for cell in outcome["cells"]}
+    tests = [f"{number}. `tests/{test.replace('::', '`: `')}`, {days[test]}" for test, number in numbers.items()]
     return "\n".join([HEADER, ran, "", *table, "", "## Tests", "", *tests, ""])
 
 
