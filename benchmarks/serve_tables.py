@@ -1,9 +1,7 @@
-"""Write the tables of served speed into README.md and docs from the files of `bench serve`, and that of train_cost.py.
+"""Tables of served speed, from the files of `bench serve`; `python -m benchmarks.numbers` writes them.
 
-    python -m benchmarks.serve_tables
-
-A block is between `<!-- NAME: made by benchmarks.serve_tables -->` and `<!-- end -->`. A speed-up is the median over
-rounds of the ratio to plain vLLM in the same round; the range of five rounds is a 94 % interval of the median.
+A speed-up is the median over rounds of the ratio to plain vLLM in the same round; the range of five rounds is a 94 %
+interval of the median.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from collections.abc import Callable
 from statistics import fmean, median, stdev
 from typing import Any
 
-from benchmarks import train_cost
 from vllm_mtpc.engine import provenance
 
 CELLS = [(temperature, clients) for temperature in (1.0, 0.0) for clients in (1, 4, 16)]
@@ -23,7 +20,6 @@ COLUMNS = [f"T={temperature:g}, c={clients}" for temperature, clients in CELLS]
 TARGETS = ("qwen3", "neox", "bytes", "phi3")
 GOAL = 0.97  # of plain vLLM, and of the best fixed number of drafts
 UNDRAFTED_GOAL = 0.98  # of the CPU seconds of plain vLLM, with K=0
-BLOCK = re.compile(r"(<!-- ([\w ]+): made by benchmarks\.serve_tables -->\n?).*?(<!-- end -->)", re.DOTALL)
 
 Rows = dict[str, dict[tuple[float, int], dict[str, Any]]]  # by decoding, then temperature and clients
 
@@ -172,22 +168,4 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "subword": subword,
     "draft": draft,
     "simulation": simulation,
-    "training cost": train_cost.table,
 }
-FILES = ("README.md", "docs/performance.md", "docs/serving.md", "docs/training.md")
-
-
-def fill(text: str) -> str:
-    """Return a document with all its blocks made again."""
-    return BLOCK.sub(lambda found: found[1] + BLOCKS[found[2]]() + found[3], text)
-
-
-def main() -> None:
-    """Write the documents."""
-    for name in FILES:
-        file = provenance.ROOT / name
-        file.write_text(fill(file.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Memory, disk and hours of training a head, by arithmetic: the table of docs/training.md. Nothing here is measured.
 
-    python -m benchmarks.serve_tables      writes the table
+    python -m benchmarks.numbers      writes the table
 
 States: 2 P FLOPs per token at `STATES_SHARE` of the peak of every GPU; P: parameters of the target.
 Training, per window:

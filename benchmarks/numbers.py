@@ -1,0 +1,173 @@
+"""Write the numbers and tables of README.md and docs from their files: ``python -m benchmarks.numbers``.
+
+A table is between ``<!-- NAME: made by benchmarks.numbers -->`` and ``<!-- end -->``; NAME is a key of ``BLOCKS``. A
+number in a sentence is between ``<!-- FILE PATH FORMAT -->`` and ``<!-- end -->``: FILE is a result, or a packaged head
+(``head/btree``: its provenance.json), PATH leads to the value (``rows[circuit=ff,steps=0].t1.tokens_per_step``), FORMAT
+is Python's (``.2f``).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from benchmarks import serve_tables, train_cost
+from benchmarks.serve_tables import table
+from vllm_mtpc import demo
+from vllm_mtpc.engine import provenance
+
+BLOCK = re.compile(r"(<!-- ([\w ]+): made by benchmarks\.numbers -->\n?).*?(<!-- end -->)", re.DOTALL)
+VALUE = re.compile(r"(<!-- ([\w/-]+) (\S+) ([.,\d]*[%fd]) -->).*?(<!-- end -->)", re.DOTALL)
+STEP = re.compile(r"(\w+)(?:\[([^]]+)\])?\.?")
+HEADS = ("ff", "cp", "hmm", "btree", "backbone", "o-ptp", "c-ptp", "late")
+
+
+@cache
+def content(file: str) -> Any:
+    """Return a result file, or the provenance of a packaged head."""
+    kind, _, name = file.rpartition("/")
+    path = demo.path(name) / "provenance.json" if kind == "head" else provenance.RESULTS / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def value(file: str, path: str) -> Any:
+    """Return the value at a path of a file; [key=value,...] chooses the only such part of a list."""
+    found = content(file)
+    for key, choice in STEP.findall(path):
+        found = found[int(key) if isinstance(found, list) else key]
+        if choice:
+            wanted = dict(pair.split("=", 1) for pair in choice.split(","))
+            (found,) = (one for one in found if all(f"{one[name]}" == text for name, text in wanted.items()))
+    return found
+
+
+def cell(row: dict[str, Any], digits: int = 2) -> str:
+    """Return tokens/step ± standard error."""
+    return f"{row['tokens_per_step']:.{digits}f} ± {row['standard_error']:.{digits}f}"
+
+
+def expected() -> str:
+    """Return the table of the packaged heads."""
+    lines = [[f"T={t[1]}", *(cell(content(f"head/{name}")["figures"][t]) for name in HEADS)] for t in ("t1", "t0")]
+    return table("", lines, list(HEADS))
+
+
+def ptp() -> str:
+    """Return the table of the packaged PTP heads."""
+    lines = []
+    for name in ("o-ptp", "c-ptp", "late"):
+        t1, t0 = (content(f"head/{name}")["figures"][t] for t in ("t1", "t0"))
+        ratio = f"{t1['tokens_per_step'] / t1['baseline_tokens_per_step']:.3f}" if name != "late" else ""
+        two = f"{t1['two_pass_tokens_per_step']:.3f} ± {t1['two_pass_standard_error']:.3f}"
+        tokens = t1.get("shuffled_tokens_per_step")
+        shuffled = f"{t1['shuffled_accuracy']:.1%}" + (f", {tokens:.3f}" if tokens else "")
+        lines.append([name, cell(t1, 3), ratio, two, cell(t0, 3), f"{t1['accuracy']:.1%}", shuffled])
+    baseline = [f"{content('head/o-ptp')['figures'][t]['baseline_tokens_per_step']:.3f}" for t in ("t1", "t0")]
+    lines.insert(0, ["independent", baseline[0], "1", "", baseline[1], "", ""])
+    columns = ["tokens/step T=1, merged", "of independent", "T=1, two passes", "T=0, merged", "right drafts"]
+    return table("head", lines, [*columns, "with the u of other windows, tokens/step"])
+
+
+def passes() -> str:
+    """Return the table of the ways to serve a PTP head."""
+    names = {"o-ptp": "merged, 256 rows", "o-ptp, 96-rows": "merged, 96 rows", "o-ptp, two-pass": "two passes"}
+    rows = {name.removesuffix(", V2 interpreted"): row for name, row in serve_tables.read("ptp-passes").items()}
+    lines = [
+        [f"T={t:g}, c={c}", *(serve_tables.show(row[t, c], has_steps=True) for row in rows.values())]
+        for t, c in serve_tables.CELLS
+    ]
+    return table("", lines, [names.get(name, name) for name in rows])
+
+
+def sweep(name: str, shown: dict[str, str]) -> str:
+    """Return the rows of a sweep that ``shown`` names."""
+    rows = {row["name"]: row for row in content(name)["rows"]}
+    lines = []
+    for key, text in shown.items():
+        row = rows[key]
+        both = [f"{row['tokens_per_step'][t]:.3f} ± {row['standard_error'][t]:.3f}" for t in ("t1", "t0")]
+        lines.append([text, *([f"{row['parameters'] / 1e6:.2f}M"] if "parameters" in row else []), *both])
+    return table("", lines, ["parameters", "T=1", "T=0"][3 - len(lines[0][1:]) :])
+
+
+def components() -> str:
+    """Return the table of components of low rank."""
+    shown = {
+        "shared": "btree r=4, a row for each component",
+        "low-rank": "btree r=4, `component_rank` 16",
+        "low-rank-tokens": "btree r=4, `component_rank` 16, `token_rank` 32",
+        "ff": "ff",
+        "ff-tokens": "ff, `token_rank` 32",
+    }
+    return sweep("components-cpu", shown)
+
+
+def losses() -> str:
+    """Return the table of losses."""
+    shown = {
+        "nll-paper": "likelihood with x_1 (the MtPC paper's)",
+        "nll": "likelihood",
+        "kl": "KL",
+        "length-0.9": "90 % expected length, 10 % KL",
+        "tv-0.9": "**90 % total variation, 10 % KL (default)**",
+        "tv-1.0": "total variation alone",
+    }
+    return sweep("losses", shown)
+
+
+def launches() -> str:
+    """Return the table of launches and bytes of a draft."""
+    heads = {
+        "ff": "shared ff V=128256",
+        "btree r=8, a row for each component": "shared btree r=8 V=128256",
+        "btree r=8, `component_rank` 16": "shared btree r=8 c=16 V=128256",
+        "btree r=8, `component_rank` 16, `token_rank` 32": "shared btree r=8 c=16 t=32 V=128256",
+        "btree on a backbone of 5 layers of Qwen3 8B": "backbone btree r=8 c=16 V=151936",
+        "PTP on the 36 layers of Qwen3 8B, merged pass": "PTP merged V=151936",
+    }
+    rows = {(row["head"], row["batch"]): row for row in content("launches")["rows"]}
+    lines = []
+    for shown, name in heads.items():
+        few, many = rows[name, 32], rows[name, 256]
+        ratios = [f"{row['bytes'] / row['ideal_bytes']:.2f}x" for row in (few, many)]
+        lines.append([shown, str(few["operations"] + few["triton"]), *ratios])
+    return table("head", lines, ["launches", "bytes of the least, 32 requests", "256 requests"])
+
+
+def soaks() -> str:
+    """Return the answers of the soaks that equal plain vLLM's, and the largest growth of memory."""
+    found = [content(f"soak-{name}") for name in ("v1-swap", "v2-swap", "v2-ptp")]
+    answers, growth = sum(one["greedy_equal_to_plain"] for one in found), max(one["memory_growth"] for one in found)
+    return f"All {answers:,} greedy answers of three runs equal plain vLLM's; memory grew by at most {growth - 1:.1%}"
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    **serve_tables.BLOCKS,
+    "training cost": train_cost.table,
+    "expected": expected,
+    "ptp": ptp,
+    "passes": passes,
+    "components": components,
+    "losses": losses,
+    "launches": launches,
+    "soaks": soaks,
+}
+
+
+def fill(text: str) -> str:
+    """Return a document with all its tables and numbers made again."""
+    text = BLOCK.sub(lambda found: found[1] + BLOCKS[found[2]]() + found[3], text)
+    return VALUE.sub(lambda found: f"{found[1]}{value(found[2], found[3]):{found[4]}}{found[5]}", text)
+
+
+def main() -> None:
+    """Write the documents."""
+    for file in (provenance.ROOT / "README.md", *sorted((provenance.ROOT / "docs").glob("*.md"))):
+        file.write_text(fill(file.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
