@@ -10,7 +10,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from multiprocessing import get_context
 from pathlib import Path
@@ -34,7 +34,7 @@ FILE = provenance.RESULTS / "paper-ptp-students.json"
 WINDOW, STEPS, SEEDS = 16, 10_000, (0, 1, 2)
 TEXTS, BATCH = 4000, 32  # texts of 48 tokens to train on, windows per step as in the paper
 LENGTHS = (2, 4, 8, 16)  # of windows that a student is measured with
-CANDIDATES = (1, 4, 16, 64, 256, 1024)
+CANDIDATES = (1, 4, 16, 64, 256, 1024)  # the first four for every seed, all (20 minutes) for the first
 JOBS: dict[str, type[PtpTrainer]] = {
     "lora": PtpTrainer,
     "first half": on_layers(lambda count: list(range(count // 2))),
@@ -112,7 +112,7 @@ def measured(spec: Spec, seed: int, scale: float = 1.0) -> dict[str, Any]:
         prompts = made.prompts[: max(4, round(100 * min(1, scale)))]
         entry["candidates"] = {
             count: Written(student, prompts, count, 40, Sampling()).run().tokens_per_step()
-            for count in CANDIDATES[: None if scale == 1 else 2]
+            for count in CANDIDATES[: None if scale == 1 and not seed else 4]
         }
     return entry
 
@@ -131,15 +131,21 @@ def kept(file: Path = FILE) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8"))["cases"] if file.is_file() else {}
 
 
-def averaged(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the means of cells over seeds, whose texts are the same, and the standard error of tokens/step.
+def mean_of(values: Sequence[float], of_texts: float = 0.0) -> tuple[float, float | None]:
+    """Return the mean over seeds and its standard error; None: one seed without an error of texts.
 
-    The error has two parts: of the texts, and of the seeds where there are two or more.
+    The error has two parts: that of the held-out texts, which are the same for all seeds, and that of the seeds.
     """
-    mean = {key: fmean(row[key] for row in rows) for key in ("right", "tokens_per_step", "shuffled")}
+    of_seeds = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return fmean(values), math.hypot(of_texts, of_seeds) or None
+
+
+def averaged(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the means of the cells over seeds, with the standard error of tokens/step."""
+    means: dict[str, Any] = {key: fmean(row[key] for row in rows) for key in ("right", "shuffled")}
     of_texts = fmean(row["standard_error"] for row in rows)
-    of_seeds = stdev(row["tokens_per_step"] for row in rows) / math.sqrt(len(rows)) if len(rows) > 1 else 0.0
-    return {**mean, "standard_error": math.hypot(of_texts, of_seeds), "seeds": len(rows)}
+    means["tokens_per_step"], means["standard_error"] = mean_of([row["tokens_per_step"] for row in rows], of_texts)
+    return {**means, "seeds": len(rows)}
 
 
 def main() -> None:
