@@ -122,7 +122,7 @@ def drafts_by(path: str) -> Patches:
             RECORDED.append([part[:num_reqs, :num_drafts].clone() for part in parts])
 
     def in_blocks(original: Any) -> Any:
-        return lambda self, *args: original(self, *args, one_launch=False)
+        return lambda self, *args, **more: original(self, *args, one_launch=False, **more)
 
     patches = {f"{SPECULATOR}._make_drafter": make_drafter, f"{SPECULATOR}._generate_draft": draft}
     return patches | ({"vllm_mtpc.kernels.draft.kernel.Drafter.__init__": in_blocks} if path == "blocks" else {})
