@@ -61,7 +61,7 @@ PAIR = slice(1, 4)  # the tokens of two answers that are looked at together: of 
 class Case:
     """head: one of HEADS, "backbone", a variant of PTP, or none. together: requests whose answers must be independent
     (1: each is looked at by itself), and whether they are samples of one request. is_fault: the injected fault must be
-    found."""
+    found. times: more draws, for a small fault."""
 
     head: str | None
     settings: tuple[str, ...] = MIXED
@@ -69,6 +69,7 @@ class Case:
     is_fault: bool = False
     together: int = 1
     is_one_request: bool = False
+    times: int = 1
     options: dict[str, Any] = field(default_factory=dict)
     runner: str = "v2 at once"
     other: str | None = None  # a second head, for an injected change that wants one
@@ -81,7 +82,9 @@ def _cases() -> dict[str, Case]:
     cases |= {
         "fault: scored at another temperature": Case("btree, good", one, "other temperature", True),
         "fault: a cut that looks at the drawn token": Case("btree, good", one, "drawn cut", True),
-        "fault: drafting stream = sampling stream": Case("btree, bad", one, "one stream", True),
+        "fault: drafting stream = sampling stream": Case(
+            "btree, bad", ("T=1.3, top-p 0.8",), "one stream", True, times=4
+        ),
         "fault: the recovered token is dropped": Case("btree, good", one, "drop_recovered_v2", True),
         "coupled": Case("btree, good", three, options={"verify": "coupled"}),
         "fault: coupled, noise of the first row": Case(
@@ -173,6 +176,7 @@ def measure(folder: Path, target: LlamaForCausalLM, name: str, count: int, lengt
         a fault is found or missed.
     """
     start, case = time.monotonic(), CASES[name]
+    count *= case.times
     made = engine(folder, target, case, count * case.together, length if case.together == 1 else LENGTH)
     (reply,) = run({"one": made}, case.runner, async_scheduling=False, timeout=20_000)["one"]
     draws = draws_by_kind(reply, len(case.settings), _at_once(case))
