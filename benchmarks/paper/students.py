@@ -47,7 +47,7 @@ FROM_DATA = {"ptp_loss": "inverse", "steps": 3000}
 
 
 class Spec(NamedTuple):
-    """A student; ``changes``: language, window, steps, job, text, candidates, or options of vllm-mtpc train."""
+    """A student; changes: language, layers (the teacher's), window, steps, job, text, or options of vllm-mtpc train."""
 
     variant: str
     changes: dict[str, Any]
@@ -63,6 +63,8 @@ def specs() -> Iterator[tuple[Spec, int]]:
     first += [Spec(one.variant, COIN) for one in first]
     yield from ((spec, seed) for seed in SEEDS for spec in first)
     others = [Spec("c-ptp", FROM_DATA | {"job": job}) for job in ("lora", "own", "scratch")]
+    others += [Spec("c-ptp", FROM_DATA | {"job": "own", "layers": 4})]
+    others += [Spec(variant, {"layers": 4}) for variant in ("o-ptp", "c-ptp", "independent")]
     others += [Spec("o-ptp", {"text": "dataset"}), Spec("c-ptp", {"text": "dataset"})]
     for variant, loss in (("o-ptp", "bce"), ("c-ptp", "reverse-kl")):
         others += [Spec(variant, {"ptp_loss": loss} | more) for more in ({}, {"text": "dataset"})]
@@ -81,7 +83,7 @@ def trained(spec: Spec, seed: int, scale: float = 1.0) -> tuple[toy.Toy, Student
     changes = dict(spec.changes)
     language, window = changes.pop("language", "taxi"), changes.pop("window", WINDOW)
     steps, job, text = changes.pop("steps", STEPS), changes.pop("job", "lora"), changes.pop("text", "teacher")
-    made = toy.make(language, window, count=TEXTS)
+    made = toy.make(language, window, changes.pop("layers", 2), count=TEXTS)
     if text == "student":
         changes["proposals"] = text
     if job in ("own", "scratch"):
