@@ -300,7 +300,9 @@ def run(args: argparse.Namespace) -> int:
     config = None if args.head == "none" else read_config(Path(args.head))
     asked = prompts.load([], args.target, PROMPTS, 200, 200)
     tally = Tally()
-    speculative = {"method": config.speculators_model_type, "model": args.head} if config else {}
+    # every step drafts, whatever the plan finds of a busy machine
+    pinned = {"num_speculative_tokens_per_batch_size": "off"}
+    speculative = {"method": config.speculators_model_type, "model": args.head, **pinned} if config else {}
     words = [args.target, "--enforce-eager"]
     words += ["--speculative-config", json.dumps(speculative)] if config else []
     words += [word for key, value in SERVER.items() for word in (f"--{key}", str(value))]
