@@ -41,6 +41,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"--- {name}: {TABLES[name].title}", flush=True)
         print(frame.run(name, TABLES[name], args.quick, args.out), flush=True)
     if args.write:
+        for name, table in TABLES.items():
+            if table.view and table.draw:
+                table.draw(table.view(), frame.figure(name))
         for file, make in DOCUMENTS.items():
             file.write_text(make(TABLES, file.read_text(encoding="utf-8")), encoding="utf-8")
     return 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.paper.findings import claims
+from benchmarks.paper.findings import Claim, claims
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.report import check_file, markdown, write_json
@@ -24,6 +24,7 @@ PAPERS = {
 }
 PUBLISHED = Path(__file__).with_name("published.json")
 DIGITS = 3
+BRIEF, LONG = "300 steps", "more steps"  # the training of a file's rows, and of students where both are there
 
 
 @dataclass(frozen=True)
@@ -32,15 +33,31 @@ class Table:
 
     title: str
     columns: Mapping[str, str]  # key of a row -> header
-    measure: Callable[[bool], Sequence[Row]] | None  # quick -> rows; quick: a few steps, to try the path; None: not run
+    measure: Callable[[bool], Sequence[Row]] | None  # quick -> rows; quick: a few steps, to try the path
     differs: str  # differences in size to the paper, or the reason for not running it
     remark: str  # what limits the comparison; what the rows say of the paper's claims is computed (`findings.py`)
     draw: Callable[[Sequence[Row], Path], None] | None = None  # rows, file -> a figure
+    view: Callable[[], Sequence[Row]] | None = None  # rows of `students.py`; with neither, the table is not run
 
 
 def listed(rows: Callable[[bool], Iterable[Row]]) -> Callable[[bool], list[Row]]:
     """A measure that gives a list."""
     return lambda quick: list(rows(quick))
+
+
+def rows_of(name: str, table: Table) -> list[Row]:
+    """Return the rows of a table, those of its file first; none where it was not run."""
+    file = result(name)
+    kept = json.loads(file.read_text(encoding="utf-8"))["rows"] if file.is_file() else []
+    seen = list(table.view()) if table.view else []
+    return [{"training": BRIEF, **row} for row in kept] + seen if kept and seen else kept + seen
+
+
+def computed(name: str, rows: Sequence[Row]) -> list[Claim]:
+    """Return the claims of a table about its rows, rows of one training at a time."""
+    brief = [row for row in rows if "training" in row]
+    found = [one._replace(text=f"After {BRIEF}: {one.text}") for one in (claims(name, brief) if brief else [])]
+    return found + claims(name, [row for row in rows if "training" not in row])
 
 
 def result(name: str) -> Path:
@@ -58,7 +75,8 @@ def run(name: str, table: Table, quick: bool, out: Path | None) -> Path:
     file = result(name) if out is None else out / result(name).name
     check_file(file)
     if table.measure is None:
-        raise UsageError(f"{name} is not run: benchmarks/PAPERS.md has the reason; name another table")
+        how = "is made by python -m benchmarks.paper.students" if table.view else "is not run"
+        raise UsageError(f"{name} {how}: see benchmarks/PAPERS.md; name another table")
     rows = [dict(row) for row in table.measure(quick)]
     write_json(file, {"title": table.title, **provenance.collect(), "rows": rows})
     if table.draw is not None:
@@ -77,23 +95,24 @@ def section(name: str, table: Table) -> str:
     """Return the section of a table, or a note that it was not run."""
     paper, _, number = name.partition("-")
     label = {"mtpc": "MtPC", "ptp": "PTP"}[paper] + ", " + number.replace("-", " ")
-    parts, computed = [f"### {label}: {table.title}"], ""
-    file = result(name)
-    if file.is_file():
-        kept = json.loads(file.read_text(encoding="utf-8"))
-        lines = [[shown(row.get(key)) for key in table.columns] for row in kept["rows"]]
-        computed = "\n".join(claim.line() for claim in claims(name, kept["rows"]))
-        parts += [
-            f"{table.differs} `{file.name}`, by `benchmarks/paper/run.sh {name}`.",
-            markdown(list(table.columns.values()), lines),
-        ]
+    parts, found = [f"### {label}: {table.title}"], ""
+    if rows := rows_of(name, table):
+        columns = {"training": "training", **table.columns} if "training" in rows[0] else table.columns
+        lines = [[shown({"training": LONG, **row}.get(key)) for key in columns] for row in rows]
+        found = "\n".join(claim.line() for claim in computed(name, rows))
+        source = (
+            "`paper-ptp-students.json`, by `python -m benchmarks.paper.students`"
+            if table.view
+            else f"`{result(name).name}`, by `benchmarks/paper/run.sh {name}`"
+        )
+        parts += [f"{table.differs} {source}.", markdown(list(columns.values()), lines)]
         if table.draw is not None:
             parts.append(f"![{table.title}](../docs/figures/{figure(name).name})")
     else:
         parts.append(f"Not run. {table.differs}")
     if theirs := published().get(name):
         parts += [f"The paper: {theirs.get('note', 'its own numbers.')}", markdown(theirs["columns"], theirs["rows"])]
-    return "\n\n".join([*parts, *filter(None, [computed, table.remark])])
+    return "\n\n".join([*parts, *filter(None, [found, table.remark])])
 
 
 def published() -> dict[str, Any]:
@@ -115,8 +134,8 @@ def summary(tables: Mapping[str, Table], text: str) -> str:
         lines: list[list[str]] = []
         for name, table in ((name, table) for name, table in tables.items() if name.startswith(f"{paper}-")):
             shown = " ".join(name.split("-")[1:])
-            rows = json.loads(result(name).read_text(encoding="utf-8"))["rows"] if result(name).is_file() else []
-            found = [(claim.text, claim.verdict) for claim in claims(name, rows)] if rows else [("", "not run")]
+            rows = rows_of(name, table)
+            found = [(claim.text, claim.verdict) for claim in computed(name, rows)] if rows else [("", "not run")]
             lines += [[f"{shown}: {table.title}", *one] for one in found]
         text = between_markers(text, paper, markdown(["table", "claim", "here"], lines))
     return text

@@ -109,7 +109,9 @@ def measured(spec: Spec, seed: int, scale: float = 1.0) -> dict[str, Any]:
         entry["perplexity"] = toy.perplexity(made, student, window)
         entry["of_teacher"] = toy.perplexity(made, None, window)
     if not spec.changes:
-        entry["pairs"] = {row["what"]: row for row in pairs(made, {spec.variant: student})}
+        drawn = ("what", "spurious") if seed else ("what", "spurious", "first")
+        found_pairs = pairs(made, {spec.variant: student})
+        entry["pairs"] = {row["what"]: {key: row[key] for key in drawn} for row in found_pairs}
     if not spec.changes and spec.variant == "o-ptp":
         prompts = made.prompts[: max(4, round(100 * min(1, scale)))]
         entry["candidates"] = {
@@ -133,13 +135,14 @@ def kept(file: Path = FILE) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8"))["cases"] if file.is_file() else {}
 
 
-def mean_of(values: Sequence[float], of_texts: float = 0.0) -> tuple[float, float | None]:
+def mean_of(values: Sequence[float], of_texts: float | None = None) -> tuple[float, float | None]:
     """Return the mean over seeds and its standard error; None: one seed without an error of texts.
 
     The error has two parts: that of the held-out texts, which are the same for all seeds, and that of the seeds.
     """
-    of_seeds = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-    return fmean(values), math.hypot(of_texts, of_seeds) or None
+    if len(values) == 1:
+        return values[0], of_texts
+    return fmean(values), math.hypot(of_texts or 0.0, stdev(values) / math.sqrt(len(values)))
 
 
 def averaged(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
