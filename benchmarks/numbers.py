@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from benchmarks import serve_tables, train_cost
@@ -22,6 +22,21 @@ from vllm_mtpc.engine import provenance
 BLOCK = re.compile(r"(<!-- ([\w ]+): made by benchmarks\.numbers -->\n?).*?(<!-- end -->)", re.DOTALL)
 VALUE = re.compile(r"(<!-- ([\w/-]+) (\S+) ([.,\d]*[%fd]) -->).*?(<!-- end -->)", re.DOTALL)
 STEP = re.compile(r"(\w+)(?:\[([^]]+)\])?\.?")
+COMPONENTS = {  # rows of a sweep, as shown
+    "shared": "btree r=4, a row for each component",
+    "low-rank": "btree r=4, `component_rank` 16",
+    "low-rank-tokens": "btree r=4, `component_rank` 16, `token_rank` 32",
+    "ff": "ff",
+    "ff-tokens": "ff, `token_rank` 32",
+}
+LOSSES = {
+    "nll-paper": "likelihood with x_1 (the MtPC paper's)",
+    "nll": "likelihood",
+    "kl": "KL",
+    "length-0.9": "90 % expected length, 10 % KL",
+    "tv-0.9": "**90 % total variation, 10 % KL (default)**",
+    "tv-1.0": "total variation alone",
+}
 HEADS = ("ff", "cp", "hmm", "btree", "backbone", "o-ptp", "c-ptp", "late")
 
 
@@ -82,6 +97,13 @@ def passes() -> str:
     return table("", lines, [names.get(name, name) for name in rows])
 
 
+def identical(name: str) -> str:
+    """Return how many greedy outputs of a file equal plain vLLM's; each cell has its own check."""
+    checks = [row["identical"] for row in content(name)["rows"] if row["identical"]]
+    same, asked = map(sum, zip(*checks, strict=True))
+    return f"{same:,} of {asked:,}"
+
+
 def sweep(name: str, shown: dict[str, str]) -> str:
     """Return the rows of a sweep that ``shown`` names."""
     rows = {row["name"]: row for row in content(name)["rows"]}
@@ -91,31 +113,6 @@ def sweep(name: str, shown: dict[str, str]) -> str:
         both = [f"{row['tokens_per_step'][t]:.3f} ± {row['standard_error'][t]:.3f}" for t in ("t1", "t0")]
         lines.append([text, *([f"{row['parameters'] / 1e6:.2f}M"] if "parameters" in row else []), *both])
     return table("", lines, ["parameters", "T=1", "T=0"][3 - len(lines[0][1:]) :])
-
-
-def components() -> str:
-    """Return the table of components of low rank."""
-    shown = {
-        "shared": "btree r=4, a row for each component",
-        "low-rank": "btree r=4, `component_rank` 16",
-        "low-rank-tokens": "btree r=4, `component_rank` 16, `token_rank` 32",
-        "ff": "ff",
-        "ff-tokens": "ff, `token_rank` 32",
-    }
-    return sweep("components-cpu", shown)
-
-
-def losses() -> str:
-    """Return the table of losses."""
-    shown = {
-        "nll-paper": "likelihood with x_1 (the MtPC paper's)",
-        "nll": "likelihood",
-        "kl": "KL",
-        "length-0.9": "90 % expected length, 10 % KL",
-        "tv-0.9": "**90 % total variation, 10 % KL (default)**",
-        "tv-1.0": "total variation alone",
-    }
-    return sweep("losses", shown)
 
 
 def launches() -> str:
@@ -150,8 +147,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "expected": expected,
     "ptp": ptp,
     "passes": passes,
-    "components": components,
-    "losses": losses,
+    "identical passes": partial(identical, "ptp-passes"),
+    "identical subword": partial(identical, "serve-subword-cpu"),
+    "components": partial(sweep, "components-cpu", COMPONENTS),
+    "losses": partial(sweep, "losses", LOSSES),
     "launches": launches,
     "soaks": soaks,
 }

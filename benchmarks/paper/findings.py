@@ -177,10 +177,10 @@ def embeddings(rows: Sequence[Row], row: Key) -> Iterator[Claim]:
     for variant in ("o-ptp", "c-ptp"):
         named = {one["embedding"]: one for one in rows if one["variant"] == variant}
         for name, text in (("scalar", "A float alone accepts least"), ("threshold", "Thresholds accept most")):
-            if name in named and len(named) > 1:
-                leads = [difference(one, named[name]) for other, one in named.items() if other != name]
-                sign = 1 if name == "scalar" else -1
-                yield Claim(f"{text}, {variant}", [Difference(sign * lead.value, lead.error) for lead in leads])
+            others = [one for other, one in named.items() if other != name]
+            if name in named and others:
+                pairs = [(one, named[name]) if name == "scalar" else (named[name], one) for one in others]
+                yield Claim(f"{text}, {variant}", [difference(*pair) for pair in pairs])
 
 
 def betas(rows: Sequence[Row], row: Key) -> Iterator[Claim]:

@@ -100,11 +100,11 @@ def section(name: str, table: Table) -> str:
         columns = {"training": "training", **table.columns} if "training" in rows[0] else table.columns
         lines = [[shown({"training": LONG, **row}.get(key)) for key in columns] for row in rows]
         found = "\n".join(claim.line() for claim in computed(name, rows))
-        source = (
-            "`paper-ptp-students.json`, by `python -m benchmarks.paper.students`"
-            if table.view
-            else f"`{result(name).name}`, by `benchmarks/paper/run.sh {name}`"
-        )
+        sources = ["`paper-ptp-students.json`, by `python -m benchmarks.paper.students`"] if table.view else []
+        if result(name).is_file():
+            made = f", by `benchmarks/paper/run.sh {name}`" if table.measure else f" (rows of {BRIEF})"
+            sources.append(f"`{result(name).name}`{made}")
+        source = "; ".join(sources)
         parts += [f"{table.differs} {source}.", markdown(list(columns.values()), lines)]
         if table.draw is not None:
             parts.append(f"![{table.title}](../docs/figures/{figure(name).name})")

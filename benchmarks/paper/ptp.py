@@ -30,7 +30,7 @@ SIZE = (
     "Means over seeds; their error is of the held-out texts and of the seeds. The paper: 4 layers of 1536, windows of "
     "100, 150,000 steps of 32, all weights."
 )
-MORE = f" Rows of {BRIEF}: windows of 8, 64 windows per step, 400 texts, one seed; others replace them one by one."
+MORE = f" Rows of {BRIEF}: windows of 8, 64 windows per step, 400 texts, one seed."
 OF_INGREDIENTS = (
     f"Language `taxi`, a teacher of 2 layers and 64 dimensions, windows of {WINDOW}, {STEPS} steps of 64 windows, "
     "400 texts, LoRA rank 32, threshold embedding of 128, one seed."

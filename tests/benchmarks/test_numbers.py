@@ -21,6 +21,8 @@ OTHERS = re.compile("goal|paper|log line", re.IGNORECASE)  # what a paragraph wi
 def test_numbers_are_those_of_their_files(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     assert numbers.fill(text) == text, "type: python -m benchmarks.numbers"
+    marked = len(BLOCK.findall(text)) + len(VALUE.findall(text))
+    assert text.count("<!-- end -->") == marked, "a marker is not as benchmarks/numbers.py says"
 
 
 def test_falsified_numbers_are_found() -> None:

@@ -49,7 +49,7 @@ def outputs(request: pytest.FixtureRequest) -> dict[str, dict[str, Reply]]:
     return found
 
 
-@pytest.mark.skipif(not forks.ON_GPU, reason="a CPU has no CUDA graphs")
+@pytest.mark.skipif(not forks.ON_GPU, reason="needs a GPU: benchmarks/gpu/run.sh tests; a CPU has no CUDA graphs")
 def test_engines_have_graphs_and_asynchronous_scheduling(outputs: dict[str, dict[str, Reply]]) -> None:
     modes = {name: replies["greedy"].modes for name, replies in outputs.items()}
     assert all(is_async for _, is_async in modes.values())
