@@ -82,4 +82,6 @@ class HeadModelRunner(GPUModelRunner):
         if isinstance(self.lora_state, RowLoraState):
             ends = input_batch.cu_num_logits_np
             self.lora_state.rows = ends[1:] - ends[:-1]
+        if self.speculator is not None:
+            self.speculator.next_drafts = scheduler_output.num_spec_tokens_to_schedule
         return input_batch

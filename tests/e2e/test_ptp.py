@@ -22,6 +22,7 @@ from vllm_mtpc.checkpoint.ptp_head import load_student
 from vllm_mtpc.eval.ptp_acceptance import draft, draft_rows
 from vllm_mtpc.hf import load_target
 from vllm_mtpc.kernels.uniform import uniform
+from vllm_mtpc.plan.draft_schedule import KEY
 from vllm_mtpc.plan.row_groups import merged_plan
 
 VOCAB, WINDOW, LONGEST, SEED = 48, 7, 96, 11
@@ -148,6 +149,15 @@ def record(folder: Path, call: Call, injected: str, cases: list[tuple[str, str]]
     }
     for case, (reply,) in zip(cases, run(engines, "v2", async_scheduling=False).values(), strict=True):
         yield *case, reply
+
+
+def test_merged_step_carries_groups_only_if_drafts_follow(folder: Path) -> None:
+    """By a clock on which a draft costs five steps the online plan makes drafts in trials alone."""
+    given = engine(folder, [ask(PROMPTS[:1], 80)], "o-ptp", "record_groups, dear drafts", **{DRAFTS: 3, KEY: None})
+    ((reply,),) = run({"planned": given}, "v2").values()
+    counts = [note for note in reply.recorded if isinstance(note, int)]  # of drafts, by step
+    groups = len(reply.recorded) - len(counts)
+    assert 0 < groups <= len(counts) - counts.count(0) < len(counts) / 2, (groups, counts)
 
 
 def read(folder: Path, head: str, reply: Reply, length: str) -> Iterator[tuple[Any, dict[str, Any], Tensor, int]]:

@@ -60,6 +60,9 @@ def _clocked(seconds: Callable[[int], float]) -> Callable[[Any], Any]:
     return finish_step
 
 
+DEAR = {f"{PLAN}.finish_step": _clocked(lambda drafts: 0.01 * (1 + 5 * drafts))}
+
+
 # Verification
 
 
@@ -301,7 +304,7 @@ FAULTS: dict[str, Patches | Callable[[], Patches]] = {
     "noted lengths v1": {f"{PROPOSER}.propose": recorders.lengths_v1},
     # the online plan
     "free drafts": {f"{PLAN}.finish_step": _clocked(lambda drafts: 0.01)},
-    "dear drafts": {f"{PLAN}.finish_step": _clocked(lambda drafts: 0.01 * (1 + 5 * drafts))},
+    "dear drafts": DEAR,
     "changing costs": lambda: {f"{PLAN}.finish_step": _clocked(_changing_seconds())},
     "calls of steps": {"vllm.v1.engine.llm_engine.LLMEngine.step": recorders.count_calls},
     "calls of the worker": {"vllm.v1.executor.uniproc_executor.UniProcExecutor.collective_rpc": recorders.note_method},
@@ -336,6 +339,7 @@ FAULTS: dict[str, Patches | Callable[[], Patches]] = {
     },
     "oracle": recorders.oracle,
     "record_groups": lambda: {f"{MERGED}.propose": recorders.merged_groups} | recorders.second_pass_groups(),
+    "record_groups, dear drafts": {f"{MERGED}.propose": recorders.merged_groups, **DEAR},
     "record_drafts": {f"{MERGED}.propose": NOTED_PTP, f"{PTP}.propose": NOTED_PTP},
     "replayed": lambda: recorders.in_graphs(PTP, "FULL_DECODE_ONLY"),
     # memory

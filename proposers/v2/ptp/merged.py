@@ -39,6 +39,8 @@ class MergedOutput(NamedTuple):
 class MergedSpeculator(PtpSpeculator):
     """PTP drafts from groups of rows in the target's own pass."""
 
+    next_drafts = 0  # of each request after this step; without any the step carries no groups
+
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         sequences = self.max_num_reqs + self.plan.max_groups
@@ -80,7 +82,7 @@ class MergedSpeculator(PtpSpeculator):
     def forward(self, input_ids: Tensor | None, positions: Tensor, **kwargs: Any) -> Tensor:
         """Run the target's forward pass with the groups; returns states [num_tokens_after_padding, D] of its rows."""
         step, self.step_batch, self.merged_output = self.step_batch, None, None
-        bucket = self.plan.bucket(step.num_reqs) if step is not None else None
+        bucket = self.plan.bucket(step.num_reqs) if step is not None and self.next_drafts else None
         if step is None or bucket is None:
             return self.target_forward(input_ids, positions, **kwargs)
         embeds = kwargs.get("inputs_embeds")
