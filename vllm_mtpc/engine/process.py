@@ -4,15 +4,15 @@
 Serve can be. Its standard input is a pipe from the parent: when the pipe closes, the command's process group receives
 SIGTERM, and SIGKILL after GRACE_S.
 
-Linux can signal `vllm serve` itself when its parent ends (PR_SET_PDEATHSIG), without this process. That is not enough:
-vLLM's engine core does not watch the front-end (0.32: both it and its worker ran 21 s after SIGKILL of the front-end),
-and SIGTERM alone does not end a process that hangs. The signal is also sent when the thread that started the process
-ends, and it would be set between fork and exec of a parent with many threads.
+Ray kills the direct children of an actor that ends by SIGKILL, this process among them: then Linux sends SIGTERM to the
+command (PR_SET_PDEATHSIG). That is not enough without this process: SIGTERM does not end a command that hangs, and it
+is also sent when the thread that started the command ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -21,6 +21,7 @@ import threading
 import time
 
 GRACE_S = 5.0  # from the end of the parent
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def engine_environment() -> dict[str, str]:
@@ -69,7 +70,11 @@ def main(command: list[str]) -> int:
         time.sleep(GRACE_S)
         end_group(child.pid, signal.SIGKILL)
 
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    def end_with_parent() -> None:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    before_exec = end_with_parent if sys.platform == "linux" else None
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=before_exec)
     # no SIGKILL: the command may finish its requests (--shutdown-timeout) while the parent runs
     signal.signal(signal.SIGTERM, lambda *_: end_group(child.pid, signal.SIGTERM))
     threading.Thread(target=watch, daemon=True).start()
