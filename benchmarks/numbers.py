@@ -1,4 +1,4 @@
-"""Write the numbers and tables of README.md and docs from their files: ``python -m benchmarks.numbers``.
+"""Write the numbers and tables of README.md, docs and RESULTS.md from their files: ``python -m benchmarks.numbers``.
 
 A table is between ``<!-- NAME: made by benchmarks.numbers -->`` and ``<!-- end -->``; NAME is a key of ``BLOCKS``. A
 number in a sentence is between ``<!-- FILE PATH FORMAT -->`` and ``<!-- end -->``: FILE is a result, or a packaged head
@@ -8,15 +8,13 @@ is Python's (``.2f``).
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
-from benchmarks import serve_tables, train_cost
-from benchmarks.serve_tables import table
-from vllm_mtpc import demo
+from benchmarks import result_tables, serve_tables, train_cost
+from benchmarks.serve_tables import content, table
 from vllm_mtpc.engine import provenance
 
 BLOCK = re.compile(r"(<!-- ([\w ]+): made by benchmarks\.numbers -->\n?).*?(<!-- end -->)", re.DOTALL)
@@ -37,15 +35,12 @@ LOSSES = {
     "tv-0.9": "**90 % total variation, 10 % KL (default)**",
     "tv-1.0": "total variation alone",
 }
+PAGES = [
+    "README.md",
+    "benchmarks/RESULTS.md",
+    *sorted(f"docs/{file.name}" for file in (provenance.ROOT / "docs").glob("*.md")),
+]
 HEADS = ("ff", "cp", "hmm", "btree", "backbone", "o-ptp", "c-ptp", "late")
-
-
-@cache
-def content(file: str) -> Any:
-    """Return a result file, or the provenance of a packaged head."""
-    kind, _, name = file.rpartition("/")
-    path = demo.path(name) / "provenance.json" if kind == "head" else provenance.RESULTS / f"{name}.json"
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def value(file: str, path: str) -> Any:
@@ -88,7 +83,7 @@ def ptp() -> str:
 
 def passes() -> str:
     """Return the table of the ways to serve a PTP head."""
-    names = {"o-ptp": "merged, 256 rows", "o-ptp, 96-rows": "merged, 96 rows", "o-ptp, two-pass": "two passes"}
+    names = {"late": "two passes", "late, merged": "merged, 256 rows", "late, merged-96": "merged, 96 rows"}
     rows = {name.removesuffix(", V2 interpreted"): row for name, row in serve_tables.read("ptp-passes").items()}
     lines = [
         [f"T={t:g}, c={c}", *(serve_tables.show(row[t, c], has_steps=True) for row in rows.values())]
@@ -143,11 +138,13 @@ def soaks() -> str:
 
 BLOCKS: dict[str, Callable[[], str]] = {
     **serve_tables.BLOCKS,
+    **result_tables.BLOCKS,
     "training cost": train_cost.table,
     "expected": expected,
     "ptp": ptp,
     "passes": passes,
     "identical passes": partial(identical, "ptp-passes"),
+    **{f"identical {name}": partial(identical, f"identity-{name}") for name in ("v1", "ptp", "v2")},
     "identical subword": partial(identical, "serve-subword-cpu"),
     "components": partial(sweep, "components-cpu", COMPONENTS),
     "losses": partial(sweep, "losses", LOSSES),
@@ -164,7 +161,8 @@ def fill(text: str) -> str:
 
 def main() -> None:
     """Write the documents."""
-    for file in (provenance.ROOT / "README.md", *sorted((provenance.ROOT / "docs").glob("*.md"))):
+    for name in PAGES:
+        file = provenance.ROOT / name
         file.write_text(fill(file.read_text(encoding="utf-8")), encoding="utf-8")
 
 

@@ -10,9 +10,11 @@ import json
 import math
 import re
 from collections.abc import Callable
+from functools import cache
 from statistics import fmean, median, stdev
 from typing import Any
 
+from vllm_mtpc import demo as packaged
 from vllm_mtpc.engine import provenance
 
 CELLS = [(temperature, clients) for temperature in (1.0, 0.0) for clients in (1, 4, 16)]
@@ -24,10 +26,18 @@ UNDRAFTED_GOAL = 0.98  # of the CPU seconds of plain vLLM, with K=0
 Rows = dict[str, dict[tuple[float, int], dict[str, Any]]]  # by decoding, then temperature and clients
 
 
+@cache
+def content(file: str) -> Any:
+    """Return a result file, or the provenance of a packaged head (``head/btree``)."""
+    kind, _, name = file.rpartition("/")
+    path = packaged.path(name) / "provenance.json" if kind == "head" else provenance.RESULTS / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def read(name: str) -> Rows:
     """Return the rows of a result file by a short name of the decoding."""
     rows: Rows = {}
-    for row in json.loads((provenance.RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]:
+    for row in content(name)["rows"]:
         decoding = re.sub(r"^\w+-head \[\w+\](, )?", "", row["decoding"]) or "default"
         decoding = decoding.replace(" (Medusa-style)", "") + (", V2 interpreted" if row.get("runner") == "V2" else "")
         rows.setdefault(decoding, {})[row["temperature"], row["clients"]] = row
@@ -96,7 +106,7 @@ def span() -> str:
 
 def draft() -> str:
     """Return the milliseconds of drafts of the packaged heads: median (quartiles)."""
-    kept = json.loads((provenance.RESULTS / "draft-demo-cpu.json").read_text(encoding="utf-8"))
+    kept = content("draft-demo-cpu")
     rows: dict[str, dict[tuple[int, float], str]] = {}
     for row in kept["rows"]:
         key = f"{row['head'].split()[0]}|{row['weight_bytes'] / 2**20:.1f} MiB"
@@ -113,7 +123,7 @@ def draft() -> str:
 
 def simulation() -> str:
     """Return the least relative speeds of the simulated plan."""
-    least = json.loads((provenance.RESULTS / "plan-simulation.json").read_text(encoding="utf-8"))["least"]
+    least = content("plan-simulation")["least"]
     return (
         f"{least['steady']:.3f} of the tokens/s of an oracle in steady load, {least['drifting']:.3f} in drifting load, "
         f"and {least['of no drafts']:.3f} of those without drafts"

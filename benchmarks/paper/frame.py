@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.paper.findings import Claim, claims
+from benchmarks.paper.findings import claims
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.report import check_file, markdown, write_json
@@ -24,7 +24,6 @@ PAPERS = {
 }
 PUBLISHED = Path(__file__).with_name("published.json")
 DIGITS = 3
-BRIEF, LONG = "300 steps", "more steps"  # the training of a file's rows, and of students where both are there
 
 
 @dataclass(frozen=True)
@@ -46,18 +45,11 @@ def listed(rows: Callable[[bool], Iterable[Row]]) -> Callable[[bool], list[Row]]
 
 
 def rows_of(name: str, table: Table) -> list[Row]:
-    """Return the rows of a table, those of its file first; none where it was not run."""
+    """Return the rows of a table; none where it was not run."""
+    if table.view is not None:
+        return list(table.view())
     file = result(name)
-    kept = json.loads(file.read_text(encoding="utf-8"))["rows"] if file.is_file() else []
-    seen = list(table.view()) if table.view else []
-    return [{"training": BRIEF, **row} for row in kept] + seen if kept and seen else kept + seen
-
-
-def computed(name: str, rows: Sequence[Row]) -> list[Claim]:
-    """Return the claims of a table about its rows, rows of one training at a time."""
-    brief = [row for row in rows if "training" in row]
-    found = [one._replace(text=f"After {BRIEF}: {one.text}") for one in (claims(name, brief) if brief else [])]
-    return found + claims(name, [row for row in rows if "training" not in row])
+    return json.loads(file.read_text(encoding="utf-8"))["rows"] if file.is_file() else []
 
 
 def result(name: str) -> Path:
@@ -97,15 +89,12 @@ def section(name: str, table: Table) -> str:
     label = {"mtpc": "MtPC", "ptp": "PTP"}[paper] + ", " + number.replace("-", " ")
     parts, found = [f"### {label}: {table.title}"], ""
     if rows := rows_of(name, table):
-        columns = {"training": "training", **table.columns} if "training" in rows[0] else table.columns
-        lines = [[shown({"training": LONG, **row}.get(key)) for key in columns] for row in rows]
-        found = "\n".join(claim.line() for claim in computed(name, rows))
-        sources = ["`paper-ptp-students.json`, by `python -m benchmarks.paper.students`"] if table.view else []
-        if result(name).is_file():
-            made = f", by `benchmarks/paper/run.sh {name}`" if table.measure else f" (rows of {BRIEF})"
-            sources.append(f"`{result(name).name}`{made}")
-        source = "; ".join(sources)
-        parts += [f"{table.differs} {source}.", markdown(list(columns.values()), lines)]
+        lines = [[shown(row.get(key)) for key in table.columns] for row in rows]
+        found = "\n".join(claim.line() for claim in claims(name, rows))
+        source = f"`{result(name).name}`, by `benchmarks/paper/run.sh {name}`"
+        if table.view:
+            source = "`paper-ptp-students.json`, by `python -m benchmarks.paper.students`"
+        parts += [f"{table.differs} {source}.", markdown(list(table.columns.values()), lines)]
         if table.draw is not None:
             parts.append(f"![{table.title}](../docs/figures/{figure(name).name})")
     else:
@@ -135,7 +124,7 @@ def summary(tables: Mapping[str, Table], text: str) -> str:
         for name, table in ((name, table) for name, table in tables.items() if name.startswith(f"{paper}-")):
             shown = " ".join(name.split("-")[1:])
             rows = rows_of(name, table)
-            found = [(claim.text, claim.verdict) for claim in computed(name, rows)] if rows else [("", "not run")]
+            found = [(claim.text, claim.verdict) for claim in claims(name, rows)] if rows else [("", "not run")]
             lines += [[f"{shown}: {table.title}", *one] for one in found]
         text = between_markers(text, paper, markdown(["table", "claim", "here"], lines))
     return text

@@ -68,7 +68,7 @@ def specs() -> Iterator[tuple[Spec, int]]:
     others += [Spec("o-ptp", {"text": "dataset"}), Spec("c-ptp", {"text": "dataset"})]
     for variant, loss in (("o-ptp", "bce"), ("c-ptp", "reverse-kl")):
         others += [Spec(variant, {"ptp_loss": loss} | more) for more in ({}, {"text": "dataset"})]
-    others += [Spec(variant, {"u_beta": b}) for b in (2.0, 0.5) for variant in ("o-ptp", "c-ptp")]
+    others += [Spec(variant, {"u_beta": b}) for b in (2.0, 0.5, 0.3) for variant in ("o-ptp", "c-ptp")]
     others += [
         Spec(variant, {"u_embedding": name}) for variant in ("o-ptp", "c-ptp") for name in EMBEDDINGS[:7]
         if name != "threshold"
@@ -135,21 +135,23 @@ def kept(file: Path = FILE) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8"))["cases"] if file.is_file() else {}
 
 
-def mean_of(values: Sequence[float], of_texts: float | None = None) -> tuple[float, float | None]:
+def mean_of(values: Sequence[float], of_texts: float | None = None, spread: float = 0.0) -> tuple[float, float | None]:
     """Return the mean over seeds and its standard error; None: one seed without an error of texts.
 
-    The error has two parts: that of the held-out texts, which are the same for all seeds, and that of the seeds.
+    The error has two parts: that of the held-out texts, which are the same for all seeds, and that of the seeds; of one
+    seed it is `spread`.
     """
     if len(values) == 1:
-        return values[0], of_texts
+        return values[0], None if of_texts is None else math.hypot(of_texts, spread)
     return fmean(values), math.hypot(of_texts or 0.0, stdev(values) / math.sqrt(len(values)))
 
 
-def averaged(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def averaged(rows: Sequence[Mapping[str, Any]], spread: float) -> dict[str, Any]:
     """Return the means of the cells over seeds, with the standard error of tokens/step."""
     means: dict[str, Any] = {key: fmean(row[key] for row in rows) for key in ("right", "shuffled")}
     of_texts = fmean(row["standard_error"] for row in rows)
-    means["tokens_per_step"], means["standard_error"] = mean_of([row["tokens_per_step"] for row in rows], of_texts)
+    values = [row["tokens_per_step"] for row in rows]
+    means["tokens_per_step"], means["standard_error"] = mean_of(values, of_texts, spread)
     return {**means, "seeds": len(rows)}
 
 
