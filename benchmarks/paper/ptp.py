@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
@@ -74,8 +74,15 @@ def from_data() -> Iterator[Row]:
     for what, variant, changes in cases:
         if found := entries(variant, **changes):
             mean, error = students.mean_of([one["perplexity"] for one in found])
-            yield {"what": what, "perplexity": mean, "standard_error": error, "seeds": len(found)}
-    yield {"what": "autoregressive: the teacher", "perplexity": found[0]["of_teacher"], "standard_error": 0.0}
+            row = {"what": what, "perplexity": mean, "standard_error": error, "seeds": len(found)}
+            yield row | shorter([one["perplexities"] for one in found if "perplexities" in one])
+    row = {"what": "autoregressive: the teacher", "perplexity": found[0]["of_teacher"], "standard_error": 0.0}
+    yield row | shorter([one["of_teacher_by_window"] for one in found if "of_teacher_by_window" in one])
+
+
+def shorter(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean perplexities over seeds in windows of 2, 4 and 8."""
+    return {f"of_{n}": fmean(one[str(n)] for one in found) for n in students.LENGTHS[:-1] if found}
 
 
 def against_independent() -> Iterator[Row]:
@@ -250,7 +257,13 @@ WITH_SHUFFLED = {"shuffled": "with other windows' u"}
 TABLES = {
     "ptp-table-1": Table(
         "C-PTP from data alone",
-        {"what": "", "perplexity": "perplexity", "standard_error": "± s.e.", **SEEDS},
+        {
+            "what": "",
+            "perplexity": "perplexity",
+            "standard_error": "± s.e.",
+            **SEEDS,
+            **{f"of_{n}": f"windows of {n}" for n in students.LENGTHS[:-1]},
+        },
         None,
         f"{SIZE} From data alone: {FROM_DATA['steps']:,} steps. Perplexity of the tokens after the first of each "
         f"window, by rows that read the previous u.",

@@ -106,8 +106,10 @@ def measured(spec: Spec, seed: int, scale: float = 1.0) -> dict[str, Any]:
     entry["by_window"] = {n: figures(one) for n, one in found.items()}
     entry |= figures(found[window])
     if spec.variant != "o-ptp" and made.name == "taxi":
-        entry["perplexity"] = toy.perplexity(made, student, window)
+        entry["perplexities"] = {n: toy.perplexity(made, student, n) for n in LENGTHS}
+        entry["perplexity"] = entry["perplexities"][window]
         entry["of_teacher"] = toy.perplexity(made, None, window)
+        entry["of_teacher_by_window"] = {n: toy.perplexity(made, None, n) for n in LENGTHS}
     if not spec.changes:
         drawn = ("what", "spurious") if seed else ("what", "spurious", "first")
         found_pairs = pairs(made, {spec.variant: student})
