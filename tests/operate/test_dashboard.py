@@ -92,8 +92,7 @@ def test_rules_alert_when_they_should(tmp_path: Path) -> None:
 
 class Prometheus(server.Client):
     def ask(self, expression: str) -> list[dict[str, Any]]:
-        _, text = self.get("/api/v1/query?" + urllib.parse.urlencode({"query": expression}))
-        return json.loads(text)["data"]["result"]
+        return self.send("/api/v1/query?" + urllib.parse.urlencode({"query": expression})).json()["data"]["result"]
 
     def scrapes(self) -> float:
         """How often the server has been scraped; 0 where Prometheus does not answer yet."""
