@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks import result_tables, serve_tables, train_cost
+from benchmarks.result_tables import cell
 from benchmarks.serve_tables import content, table
 from vllm_mtpc.engine import provenance
 
@@ -52,11 +53,6 @@ def value(file: str, path: str) -> Any:
             wanted = dict(pair.split("=", 1) for pair in choice.split(","))
             (found,) = (one for one in found if all(f"{one[name]}" == text for name, text in wanted.items()))
     return found
-
-
-def cell(row: dict[str, Any], digits: int = 2) -> str:
-    """Return tokens/step ± standard error."""
-    return f"{row['tokens_per_step']:.{digits}f} ± {row['standard_error']:.{digits}f}"
 
 
 def expected() -> str:
@@ -105,8 +101,8 @@ def sweep(name: str, shown: dict[str, str]) -> str:
     lines = []
     for key, text in shown.items():
         row = rows[key]
-        both = [f"{row['tokens_per_step'][t]:.3f} ± {row['standard_error'][t]:.3f}" for t in ("t1", "t0")]
-        lines.append([text, *([f"{row['parameters'] / 1e6:.2f}M"] if "parameters" in row else []), *both])
+        size = [result_tables.millions(row["parameters"])] if "parameters" in row else []
+        lines.append([text, *size, *result_tables.cells(row)])
     return table("", lines, ["parameters", "T=1", "T=0"][3 - len(lines[0][1:]) :])
 
 

@@ -12,10 +12,15 @@ from benchmarks.serve_tables import content, read, table
 Row = Mapping[str, Any]
 
 
+def cell(row: Row, digits: int = 2) -> str:
+    """Return tokens/step ± standard error."""
+    return f"{row['tokens_per_step']:.{digits}f} ± {row['standard_error']:.{digits}f}"
+
+
 def cells(row: Row, digits: int = 3) -> list[str]:
     """Return tokens/step ± standard error at T=1 and T=0 of a row of a sweep."""
-    both = (row["tokens_per_step"], row["standard_error"])
-    return [" ± ".join(f"{one[t]:.{digits}f}" for one in both) for t in ("t1", "t0")]
+    names = ("tokens_per_step", "standard_error")
+    return [cell({name: row[name][t] for name in names}, digits) for t in ("t1", "t0")]
 
 
 def millions(parameters: int) -> str:
@@ -67,7 +72,7 @@ def backbone_circuits() -> str:
     """Return the table of circuits on a frozen backbone."""
     lines = []
     for row in content("backbone-circuits")["rows"]:
-        both = [f"{row[t]['tokens_per_step']:.3f} ± {row[t]['standard_error']:.3f}" for t in ("t1", "t0")]
+        both = [cell(row[t], 3) for t in ("t1", "t0")]
         rank = str(row["token_rank"] or "")
         lines.append([f"{row['circuit']} r={row['components']}", rank, millions(row["parameters"]), *both])
     return table("circuit|`token_rank`", lines, ["parameters trained", "T=1", "T=0"])

@@ -4,9 +4,9 @@
 Serve can be. Its standard input is a pipe from the parent: when the pipe closes, the command's process group receives
 SIGTERM, and SIGKILL after GRACE_S.
 
-Ray kills the direct children of an actor that ends by SIGKILL, this process among them: then Linux sends SIGTERM to the
-command (PR_SET_PDEATHSIG). That is not enough without this process: SIGTERM does not end a command that hangs, and it
-is also sent when the thread that started the command ends.
+An actor of Ray that ends sends SIGKILL to its direct children, this process among them. Linux then sends SIGTERM to the
+command (PR_SET_PDEATHSIG). The signal alone would not be enough: it does not end a command that hangs, and it is also
+sent when the thread that started the command ends.
 """
 
 from __future__ import annotations
