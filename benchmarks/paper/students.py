@@ -67,14 +67,13 @@ def specs() -> Iterator[tuple[Spec, int]]:
     others += [Spec(variant, {"layers": 4}) for variant in ("o-ptp", "c-ptp", "independent")]
     others += [Spec("o-ptp", {"text": "dataset"}), Spec("c-ptp", {"text": "dataset"})]
     for variant, loss in (("o-ptp", "bce"), ("c-ptp", "reverse-kl")):
+        others += [Spec(variant, {"text": "student"}), Spec(variant, {"ptp_loss": loss, "text": "student"})]
         others += [Spec(variant, {"ptp_loss": loss} | more) for more in ({}, {"text": "dataset"})]
     others += [Spec(variant, {"u_beta": b}) for b in (2.0, 0.5, 0.3) for variant in ("o-ptp", "c-ptp")]
     others += [
         Spec(variant, {"u_embedding": name}) for variant in ("o-ptp", "c-ptp") for name in EMBEDDINGS[:7]
         if name != "threshold"
     ]  # fmt: skip
-    for variant, losses in (("o-ptp", ({}, {"ptp_loss": "bce"})), ("c-ptp", ({}, {"ptp_loss": "reverse-kl"}))):
-        others += [Spec(variant, loss | {"text": "student"}) for loss in losses]
     yield from ((spec, seed) for seed in SEEDS for spec in others)
 
 

@@ -126,19 +126,26 @@ def test_inverse_u_lies_inside_the_students_own_intervals(tiny_target: Target, t
     assert torch.equal(made[text.usable], text.tokens[text.usable])
 
 
-def test_u_of_student_text_lies_in_target_intervals(tiny_target: Target, tmp_path: Path) -> None:
-    """u of the student's continuation lies where the target, reading that continuation, picks it."""
+def test_student_text_is_what_the_target_selects(tiny_target: Target, tmp_path: Path) -> None:
+    """u selects the tokens after the student's own drafts; rows are trained up to the first wrong draft."""
     trainer = make_trainer(options_for(tiny_target, tmp_path, **PTP_CASES["own"]), tiny_target)
     windows, drafter = trainer.windows, trainer.model
     batch = next(windows.batches())
+    found, place = batch.hidden.prefix, (batch.row, batch.start)
     with torch.no_grad():
         text = drafter._text(batch)
-    found = batch.hidden.prefix
+        log_q = distribution_of(drafter.head, found.hidden[place], drafter.options)
+        made = drafts(drafter.head, batch.hidden, *place, text.u, log_q)
+    assert torch.equal(text.u, batch.draws[:, 1])
+    inside = (batch.tokens >= 0).cumprod(1).bool()
+    wrong = (made != text.tokens)[:, :-1].cumsum(1) > 0
+    assert torch.equal(text.usable[:, 1:], inside[:, 1:] & ~wrong) and torch.equal(text.usable[:, 0], inside[:, 0])
+    assert text.usable[:, 1:].any() and wrong.any()
     for window in range(6):
         row, start = int(batch.row[window]), int(batch.start[window])
         same = found.documents[row] == found.documents[row, start]
         tokens = windows.source.rows.tokens[windows._held[0][row]].long()[same & (torch.arange(len(same)) <= start)]
-        whole = torch.cat([tokens, text.tokens[window, :-1]])[None]
+        whole = torch.cat([tokens, made[window, :-1]])[None]
         distribution = distribution_of(drafter.head, tiny_target.hidden(whole)[0, len(tokens) - 1 :], drafter.options)
         left, right = edges(distribution, text.tokens[window])
         u = text.u[window].double()
@@ -175,6 +182,12 @@ def test_rows_that_are_told_u_draft_what_a_coin_decides(coin: toy.Toy) -> None:
     assert found.tokens_per_step > 0.9 * WINDOW
     # With another text's coin a step is wasted on another phrase, as often as a guess is wrong.
     assert found.shuffled_tokens_per_step < 1.1 * toy.UNAWARE
+
+
+def test_student_text_teaches_u(coin: toy.Toy) -> None:
+    """A student that is trained on what it drafts whatever u is drafts one text for ever: 1.0 tokens/step."""
+    found = toy.measure(coin, toy.train(coin, WINDOW, 300, variant="o-ptp", proposals="student"))
+    assert found.tokens_per_step > 2
 
 
 def test_rows_that_are_not_cannot(coin: toy.Toy) -> None:

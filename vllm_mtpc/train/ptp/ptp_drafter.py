@@ -3,7 +3,8 @@
 A window at t holds the tokens x_1 .. x_n that follow and u_1 .. u_n, each inside the interval of its token under the
 target's processed distribution. Rows of o-ptp predict x_1 .. x_n from u_1 .. u_n; rows of c-ptp give the distributions
 of x_2 .. x_n from u_1 .. u_(n-1). From the first token on that has no mass, or is not trained, rows have no loss. A row
-of x_k has weight gamma^(k-1) / sum, divided by the windows of the step with an x_k.
+of x_k has weight gamma^(k-1) / sum, divided by the windows of the step with an x_k. The student's text is that of a
+step of serving: u is uniform, the student drafts, the target selects, and rows are trained up to the first rejection.
 
 The target is frozen: its states of a block of rows are computed once and held while steps draw windows from it.
 
@@ -199,15 +200,14 @@ class PtpDrafter(nn.Module):
         return Text(tokens, u_inside(left, right, inner), _leading(usable), None)
 
     def _own_text(self, batch: Windows) -> Text:
-        """Return the student's text from uniform u, with u drawn again inside the target's intervals of that text."""
+        """Return the tokens that the target selects after the student's drafts, usable up to the first rejected one."""
         student, options, prefix, row, start = self.head, self.options, batch.hidden.prefix, batch.row, batch.start
-        inner, fresh = batch.draws[:, 0], batch.draws[:, 1]
-        state = prefix.hidden[row, start]
-        made = drafts(student, batch.hidden, row, start, fresh, distribution_of(student, state, options))  # [B, n]
+        u, state = batch.draws[:, 1], prefix.hidden[row, start]
+        made = drafts(student, batch.hidden, row, start, u, distribution_of(student, state, options))  # [B, n]
         states = torch.cat([state[:, None], student.plain(prefix, row, start, made[:, :-1])], 1)
-        left, right = edges(distribution_of(student, states, options), made)
-        usable = (batch.tokens >= 0) & (right - left >= 1 / STEPS)
-        return Text(made, u_inside(left, right, inner), _leading(usable), states)
+        tokens = pick(distribution_of(student, states, options).flatten(0, 1), u.flatten()).view(u.shape)
+        right = torch.cat([torch.ones_like(made[:, :1]), (made == tokens)[:, :-1]], 1)
+        return Text(tokens, u, _leading((batch.tokens >= 0) & (right > 0)), states)
 
     def _inverse_text(self, batch: Windows) -> Text:
         """Return the text of the data with u inside the student's own intervals, row by row (no teacher)."""
