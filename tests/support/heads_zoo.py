@@ -29,6 +29,13 @@ OPTIONS = {
 KINDS = {"low rank": "shared"}  # variants of a head
 
 
+def configure(name: str, circuit: str = "btree", r: int = R, n: int = N, vocab: int = V, **more: int) -> HeadConfig:
+    """The config of a head."""
+    sizes = {"circuit": circuit, "window": n, "num_components": 1 if circuit == "ff" else r, "verifier": "x"}
+    target = {"hidden_size": D, "vocab_size": vocab}
+    return HeadConfig.create(**sizes, target=target, head=KINDS.get(name, name), **OPTIONS[name] | more)
+
+
 def build(
     name: str,
     circuit: str = "btree",
@@ -40,11 +47,8 @@ def build(
     **more: int,
 ) -> Head:
     """A new head; with `std`, every parameter is drawn that wide, so that nothing is zero by initialisation."""
-    sizes = {"circuit": circuit, "window": n, "num_components": 1 if circuit == "ff" else r, "verifier": "x"}
-    target = {"hidden_size": D, "vocab_size": vocab}
-    config = HeadConfig.create(**sizes, target=target, head=KINDS.get(name, name), **OPTIONS[name] | more)
     torch.manual_seed(0)
-    head = build_head(config)
+    head = build_head(configure(name, circuit, r, n, vocab, **more))
     if std is not None:
         for value in head.parameters():
             value.data.normal_(std=std)

@@ -72,7 +72,9 @@ class TrainOptions(create_model("KindOptions", **option_fields())):  # type: ign
     ptp_loss: Literal["ce", "bce", "kl", "reverse-kl", "inverse"] | None = Field(
         None, description="loss of the rows (default: by variant)"
     )
-    proposals: Literal["teacher", "student"] = Field("teacher", description="text that is trained on")
+    proposals: Literal["teacher", "student"] = Field(
+        "teacher", description="trained on the data, or on tokens that the target selects after the student's drafts"
+    )
     u_beta: float = Field(1.0, gt=0, description="place of u in its token's interval: Beta(b, b)")
     temperature: float = Field(1.0, gt=0, description="of the distribution that u picks from")
     top_k: int = Field(0, ge=0, description="top-k of that distribution; 0: off")

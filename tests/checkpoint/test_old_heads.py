@@ -1,0 +1,94 @@
+"""Heads that earlier releases wrote still load, and give the same numbers.
+
+`python -m tests.checkpoint.test_old_heads VERSION` writes the heads of a release, once, before it is tagged.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoint.conftest import LLAMA, llama, lora_of
+from tests.support.heads_zoo import EMBEDDING, LM_HEAD, OPTIONS, B, N, V, build, configure, read_by
+from vllm_mtpc.checkpoint import load_head, load_student, read_config, save_head, save_ptp
+from vllm_mtpc.circuits import CIRCUITS
+from vllm_mtpc.config.ptp_config import PtpConfig
+from vllm_mtpc.heads.ptp.embedding import build_embedding
+from vllm_mtpc.heads.ptp.late import build_late
+from vllm_mtpc.hf import Target
+
+PLACE = Path(__file__).parent / "old"
+HEADS = sorted(path.parent for path in PLACE.glob("*/*/config.json"))
+NUMBERS = "numbers.json"
+# circuits alone, then other kinds of leaves
+MTPC = {name: ("linear", name) for name in CIRCUITS}
+MTPC |= {name.replace(" ", "-"): (name, "btree") for name in OPTIONS if name != "linear"}
+PTP = ("o-ptp", "c-ptp", "late", "independent")
+
+
+def numbers(folder: Path) -> list[float]:
+    """log q of fixed windows (MtPC), or states of the rows after a fixed text (PTP)."""
+    if read_config(folder).speculators_model_type == "ptp":
+        model = llama()
+        student = load_student(folder, Target("llama", model, None, model.model, model.lm_head, "torch"))
+        prefix = student.prefix(torch.tensor([[1, 2, 3, 4]]))
+        rows = student.aux(prefix, torch.tensor([0]), torch.tensor([3]), torch.tensor([[0.1, 0.6, 0.3]]))
+        return student.states(rows, torch.tensor([[5, 6, 1, 2]])).flatten().tolist()
+    _, head = load_head(folder, torch.float32)
+    if head.needs_lm_head:
+        head.bind_lm_head(lambda states: states @ LM_HEAD.T)
+    if hasattr(head, "bind_embedding"):
+        head.bind_embedding(lambda tokens: EMBEDDING[tokens])
+    tokens = torch.arange(B * N).view(B, N) * 3 % V
+    return head.circuit.log_prob(head(read_by(head)), tokens).tolist()
+
+
+@pytest.mark.parametrize("folder", HEADS, ids=lambda folder: f"{folder.parent.name} {folder.name}")
+def test_old_head_gives_its_numbers(folder: Path) -> None:
+    stored = torch.tensor(json.loads((folder / NUMBERS).read_text()))
+    # float32 on other processors
+    torch.testing.assert_close(torch.tensor(numbers(folder)), stored, rtol=1e-4, atol=1e-4)
+
+
+def test_every_kind_is_kept() -> None:
+    assert {folder.name for folder in HEADS if folder.parent.name == "0.2"} == {*MTPC, *PTP}
+
+
+def test_changed_weights_change_the_numbers(tmp_path: Path) -> None:
+    """The comparison sees weights that were read in the wrong order."""
+    folder = PLACE / "0.2" / "btree"
+    config, head = load_head(folder, torch.float32)
+    head.inner_weight.data = head.inner_weight.flip(0)
+    save_head(tmp_path, config, head, {}, "card", torch.float32)
+    stored = torch.tensor(json.loads((folder / NUMBERS).read_text()))
+    assert (torch.tensor(numbers(tmp_path)) - stored).abs().max() > 1e-2
+
+
+def write(place: Path) -> None:
+    """Write a small head of each kind."""
+    for name, (kind, circuit) in MTPC.items():
+        more = {} if kind == "linear" else {"token_rank": 2}
+        head = build(kind, circuit, std=0.4, bind=False, **more)
+        save_head(place / name, configure(kind, circuit, **more), head, {}, "card", torch.float16)
+    for variant in PTP:
+        config = PtpConfig.create(
+            target=LLAMA, verifier="../target", variant=variant, window=4, lora_rank=2, lora_alpha=6.0
+        )
+        torch.manual_seed(1)
+        embedding = build_embedding(config.u_embedding, 8, config.u_features, config.u_hidden)
+        late = build_late(8, config.late_width)
+        for value in late.parameters() if late else ():
+            value.data.normal_()
+        save_ptp(place / variant, config, lora_of(2, None, 6.0), embedding, {}, "card", torch.float16, late)
+    for folder in place.iterdir():
+        (folder / "README.md").unlink()
+        (folder / "provenance.json").unlink()
+        (folder / NUMBERS).write_text(json.dumps(numbers(folder)) + "\n")
+
+
+if __name__ == "__main__":
+    write(PLACE / sys.argv[1])
