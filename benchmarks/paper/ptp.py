@@ -314,7 +314,8 @@ TABLES = {
         "losses and proposals",
         {"loss": "loss", "text": "text of", "variant": "variant", **CELL, **SEEDS},
         None,
-        SIZE,
+        SIZE + " Text of the student: tokens that the teacher selects after the student's drafts, trained up to the "
+        "first rejection.",
         "The paper: losses and text hardly matter.",
         view=viewed(losses),
     ),
