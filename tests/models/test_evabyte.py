@@ -40,15 +40,16 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     fit_head(folder / "head", reference, SIZES, prompts, COUNT // 2)
     head = {"method": "mtpc", "model": str(folder / "head")}
     # all drafts in every step: a plan by the clock may draft, and so preempt, nothing on a busy machine
-    every = {"speculative_config": {**head, "num_speculative_tokens_per_batch_size": "off", "min_acceptance": 0}}
+    every = head | {"num_speculative_tokens_per_batch_size": "off"}
+    every_v1 = {"speculative_config": every | {"min_acceptance": 0}}
     ngram = {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
     target, btree = str(folder / "target"), ARGUMENTS | {"speculative_config": head}
     one_by_one = btree | {"enable_prefix_caching": False, "max_num_seqs": 1}
     twice, long = ask_twice(prompts, greedy(COUNT)), Call(prompts[-1:], [greedy(LONG)])
     few, few_with_tokens = ({"kv_cache_memory_bytes": size} for size in (BYTES_OF_48_BLOCKS, BYTES_OF_24_BLOCKS))
     engines = {
-        "crowded": Engine(target, twice, ARGUMENTS | few | every, "poisoned"),
-        "crowded, all tokens": Engine(target, twice, ARGUMENTS | ALL_TOKENS | few_with_tokens | every),
+        "crowded": Engine(target, twice, ARGUMENTS | few | every_v1, "poisoned"),
+        "crowded, all tokens": Engine(target, twice, ARGUMENTS | ALL_TOKENS | few_with_tokens | every_v1),
         "long": Engine(target, [long], one_by_one, "poisoned"),
         "long, all tokens": Engine(target, [long], one_by_one | ALL_TOKENS, "poisoned"),
         "freed early": Engine(target, twice[1:], one_by_one, "freed_early"),
@@ -56,7 +57,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
         "ngram": Engine(target, twice[:1], {"max_model_len": 256, "speculative_config": ngram}),
     }
     replies = run(engines, "v1")
-    return SimpleNamespace(target=target, btree=btree, reference=reference, prompts=prompts, few=few, replies=replies)
+    made = {"target": target, "btree": btree, "every": every, "few": few}
+    return SimpleNamespace(**made, reference=reference, prompts=prompts, replies=replies)
 
 
 def check_crowded(served: SimpleNamespace, replies: list[Reply], hits: int | None) -> None:
@@ -107,7 +109,8 @@ def test_memory_of_a_long_text_is_bounded(served: SimpleNamespace) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_text_with_preemption_on_v2(served: SimpleNamespace, async_scheduling: bool) -> None:
-    engine = Engine(served.target, ask_twice(served.prompts, greedy(COUNT)), served.btree | served.few, "poisoned")
+    arguments = ARGUMENTS | served.few | {"speculative_config": served.every}
+    engine = Engine(served.target, ask_twice(served.prompts, greedy(COUNT)), arguments, "poisoned")
     check_crowded(served, run({"crowded": engine}, "v2", async_scheduling)["crowded"], 112)
 
 

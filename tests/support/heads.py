@@ -37,7 +37,7 @@ def fit_head(
     hidden = torch.cat([(reads or reference).hidden(text)[:-window] for text in texts])
     windows = torch.cat([torch.tensor(text[1:]).unfold(0, window, 1) for text in texts])
     minimise(lambda: -head.circuit.conditional_log_probs(head(hidden), windows).mean(), head, 60, 3e-2)
-    adapters = layers and layers.adapters
+    adapters = layers.adapters if isinstance(layers, DraftLayers) else layers
     save_head(folder, config, head, {"command": "tests"}, "made by a test", torch.float32, adapters)
 
 

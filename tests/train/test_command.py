@@ -154,7 +154,7 @@ def test_two_processes_train_as_one(place, parallel, head):
         torch.testing.assert_close(theirs[name], mine[name], atol=2e-4, rtol=0)
     # It must be able to fail: a step changes more than the tolerance.
     learnt = "leaf_weight" if head == "linear" else "backbone.fc.weight"
-    began = load_file(train(place, f"start-{head}", dry_run=True, **own) / "model.safetensors")[learnt]
+    began = load_file(train(place, f"start-{parallel}-{head}", dry_run=True, **own) / "model.safetensors")[learnt]
     assert (mine[learnt] - began).abs().max() > (1e-2 if head == "linear" else 2e-3)
 
 
