@@ -28,4 +28,5 @@ def test_peer_is_served(name: str, tmp_path: Path) -> None:
     engine = Engine(str(target), [ask(prompts, 48)], {"speculative_config": peer.speculative, "max_model_len": 240})
     (found,), (plain,) = run_with_plain(engine, "v1")
     assert found.tokens == plain.tokens
-    assert found.accepted / found.drafted > (0 if name == "mtp" else 0.95)
+    rate = found.accepted / found.drafted
+    assert 0 < rate < 1 if name == "mtp" else rate > 0.95

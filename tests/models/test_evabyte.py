@@ -57,8 +57,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
         "ngram": Engine(target, twice[:1], {"max_model_len": 256, "speculative_config": ngram}),
     }
     replies = run(engines, "v1")
-    made = {"target": target, "btree": btree, "every": every, "few": few}
-    return SimpleNamespace(**made, reference=reference, prompts=prompts, replies=replies)
+    return SimpleNamespace(
+        target=target, btree=btree, every=every, few=few, reference=reference, prompts=prompts, replies=replies
+    )
 
 
 def check_crowded(served: SimpleNamespace, replies: list[Reply], hits: int | None) -> None:

@@ -52,12 +52,18 @@ def build(
     if std is not None:
         for value in head.parameters():
             value.data.normal_(std=std)
-    if head.needs_lm_head and bind:
+    if bind:
+        bind_target(head, vocab)
+    return head.requires_grad_(False)
+
+
+def bind_target(head: Head, vocab: int = V) -> None:
+    """Bind what `head` reads of its target: the LM head, and the embedding of a backbone."""
+    if head.needs_lm_head:
         lm_head = torch.randn(vocab, D, generator=torch.Generator().manual_seed(3))  # LM_HEAD
         head.bind_lm_head(lambda states: states @ lm_head.to(states).T)
-    if name == "backbone" and bind:
+    if isinstance(head, BackboneHead):
         head.bind_embedding(lambda tokens: EMBEDDING.to(head.hidden_dtype)[tokens])
-    return head.requires_grad_(False)
 
 
 def hidden_states(batch: int = B, seed: int = 1) -> torch.Tensor:

@@ -185,7 +185,7 @@ def test_rows_that_are_told_u_draft_what_a_coin_decides(coin: toy.Toy) -> None:
 
 
 def test_student_text_teaches_u(coin: toy.Toy) -> None:
-    """A student that is trained on what it drafts whatever u is drafts one text for ever: 1.0 tokens/step."""
+    """A student that learns its own drafts, whatever u is, stays at 1.0 tokens/step."""
     found = toy.measure(coin, toy.train(coin, WINDOW, 300, variant="o-ptp", proposals="student"))
     assert found.tokens_per_step > 2
 
