@@ -197,9 +197,10 @@ def candidates(rows: Sequence[Row], row: Key) -> Iterator[Claim]:
 
 
 def lengths(rows: Sequence[Row], row: Key) -> Iterator[Claim]:
-    for variant in ("o-ptp", "independent"):
-        mine = [one for one in rows if one["variant"] == variant]
-        yield Claim(f"Every doubling of N accepts more, {variant}", rising(mine))
+    for window in dict.fromkeys(one["window"] for one in rows):
+        for variant in ("o-ptp", "independent"):
+            mine = [one for one in rows if (one["window"], one["variant"]) == (window, variant)]
+            yield Claim(f"Every larger N accepts more, {variant}, trained with windows of {window}", rising(mine))
 
 
 def pairs(rows: Sequence[Row], row: Key) -> Iterator[Claim]:

@@ -33,7 +33,7 @@ from vllm_mtpc.train.ptp.ptp_trainer import PtpTrainer
 FILE = provenance.RESULTS / "paper-ptp-students.json"
 WINDOW, STEPS, SEEDS = 16, 10_000, (0, 1, 2)
 TEXTS, BATCH = 4000, 32  # texts of 48 tokens to train on, windows per step as in the paper
-LENGTHS = (2, 4, 8, 16)  # of windows that a student is measured with
+LENGTHS = (2, 4, 8, 16, 32, 64, 100)  # of windows that a student is measured with
 CANDIDATES = (1, 4, 16, 64, 256, 1024)  # the first four for every seed, all (20 minutes) for the first
 JOBS: dict[str, type[PtpTrainer]] = {
     "lora": PtpTrainer,
@@ -42,6 +42,7 @@ JOBS: dict[str, type[PtpTrainer]] = {
     "own": own_weights(scratch=False),
     "scratch": own_weights(scratch=True),
 }
+LONG = {"language": "long taxi", "window": 100}  # the paper's windows
 COIN = {"language": "coin", "steps": 1500, "window": 8}
 FROM_DATA = {"ptp_loss": "inverse", "steps": 3000}
 
@@ -62,6 +63,7 @@ def specs() -> Iterator[tuple[Spec, int]]:
     first = [Spec(variant, {}) for variant in ("o-ptp", "independent", "c-ptp")]
     first += [Spec(one.variant, COIN) for one in first]
     yield from ((spec, seed) for seed in SEEDS for spec in first)
+    yield from ((Spec(one.variant, LONG), 0) for one in first[:3])
     others = [Spec("c-ptp", FROM_DATA | {"job": job}) for job in ("lora", "own", "scratch")]
     others += [Spec("c-ptp", FROM_DATA | {"job": "own", "layers": 4})]
     others += [Spec(variant, {"layers": 4}) for variant in ("o-ptp", "c-ptp", "independent")]
@@ -105,10 +107,10 @@ def measured(spec: Spec, seed: int, scale: float = 1.0) -> dict[str, Any]:
     entry["by_window"] = {n: figures(one) for n, one in found.items()}
     entry |= figures(found[window])
     if spec.variant != "o-ptp" and made.name == "taxi":
-        entry["perplexities"] = {n: toy.perplexity(made, student, n) for n in LENGTHS}
+        entry["perplexities"] = {n: toy.perplexity(made, student, n) for n in found}
         entry["perplexity"] = entry["perplexities"][window]
         entry["of_teacher"] = toy.perplexity(made, None, window)
-        entry["of_teacher_by_window"] = {n: toy.perplexity(made, None, n) for n in LENGTHS}
+        entry["of_teacher_by_window"] = {n: toy.perplexity(made, None, n) for n in found}
     if not spec.changes:
         drawn = ("what", "spurious") if seed else ("what", "spurious", "first")
         found_pairs = pairs(made, {spec.variant: student})

@@ -41,7 +41,7 @@ DISTRICTS, KEEP = 5, 0.4
 SIDES, PHRASE = 8, 8
 START, END = SIDES * PHRASE, SIDES * PHRASE + 1
 UNAWARE = PHRASE / (1 / SIDES + 2 * (1 - 1 / SIDES))
-TEXTS, HELD_OUT = 400, 160  # to train on, to measure on
+TEXTS = 400  # to train on
 
 
 def taxi(count: int, length: int, seed: int, keep: float = KEEP) -> np.ndarray:
@@ -73,11 +73,14 @@ class Language:
     steps: int  # of the teacher's training
     prompt: int  # tokens that are given
     length: int  # tokens of a text
+    taught: int = 24  # tokens of a text that the teacher learns from
+    held_out: int = 160  # texts to measure on
 
 
 LANGUAGES = {
     "taxi": Language(DISTRICTS**2, taxi, 250, 2, 48),
     "sharp taxi": Language(DISTRICTS**2, functools.partial(taxi, keep=0.8), 250, 2, 48),
+    "long taxi": Language(DISTRICTS**2, taxi, 250, 2, 160, taught=128, held_out=40),
     "coin": Language(END + 1, coin, 500, 1, 1 + PHRASE),
 }
 
@@ -101,7 +104,7 @@ def make(name: str, window: int, layers: int = 2, hidden: int = 64, count: int =
     """A Llama that has learnt the language, and `count` texts that it wrote, with `window` tokens after each."""
     language = LANGUAGES[name]
     teacher = _teacher(language, name, layers, hidden)
-    prompts = [torch.from_numpy(text) for text in language.write(count + HELD_OUT, language.prompt, 3)]
+    prompts = [torch.from_numpy(text) for text in language.write(count + language.held_out, language.prompt, 3)]
     more = {"overhang": window, "stops": set(), "batch": TEXTS}
     texts = [
         generate(teacher, some, language.length - len(some[0]), Sampling(), torch.Generator().manual_seed(seed), **more)
@@ -123,7 +126,7 @@ def train(toy: Toy, window: int, steps: int, trainer: type[PtpTrainer] = PtpTrai
     values = {
         "target": toy.name, "data": ["none"], "head": "ptp", "window": window, "u_embedding": "threshold",
         "lora_rank": 32, "lora_alpha": 32, "learning_rate": 4e-3, "gamma": 1.0, "max_steps": steps,
-        "windows_per_step": 64, "seq_len": 50, "block_rows": 32, "log_every": 100,
+        "windows_per_step": 64, "seq_len": max(50, LANGUAGES[toy.name].length + 2), "block_rows": 32, "log_every": 100,
     }  # fmt: skip
     if changes.get("u_embedding", "threshold") == "threshold":
         values["u_features"] = 128
@@ -173,12 +176,13 @@ def _teacher(language: Language, name: str, layers: int, hidden: int) -> Target:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=language.symbols, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=128, attn_implementation="sdpa",
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=512, attn_implementation="sdpa",
         bos_token_id=None, eos_token_id=None, pad_token_id=None,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3, fused=True)
-    tokens = torch.from_numpy(language.write(32 * language.steps, min(24, 3 * language.length // 2), 1)).split(32)
+    length = min(language.taught, 3 * language.length // 2)
+    tokens = torch.from_numpy(language.write(32 * language.steps, length, 1)).split(32)
     for step, batch in enumerate(tokens):
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * (1 - step / language.steps)

@@ -55,7 +55,7 @@ def test_verdict_follows_from_the_errors(differences, verdict):
 
 def test_finding_follows_its_rows():
     """A falsified cell changes the verdict."""
-    rows = [{"n": n, "variant": v, "tokens_per_step": 1.0 + n / 10, "standard_error": 0.01}
+    rows = [{"window": 8, "n": n, "variant": v, "tokens_per_step": 1.0 + n / 10, "standard_error": 0.01}
             for v in ("o-ptp", "independent") for n in (2, 4, 8)]  # fmt: skip
     assert [one.verdict for one in claims("ptp-table-8", rows)] == ["holds", "holds"]
     rows[1]["tokens_per_step"] = 1.1
