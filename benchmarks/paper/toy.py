@@ -3,7 +3,7 @@
 taxi     arXiv 2512.21323's taxi pick-ups among 25 neighbourhoods, in small. Symbol 5 a + b is a ride from
          district a ended in b; the next ride starts in b, and where it ends depends on a and b: one district with
          probability 0.4, the other four with 0.15 each. A token two places ahead depends on a choice that u alone
-         tells.
+         tells. `long taxi`: longer texts, for windows of 100.
 coin     a start, a coin of eight sides that picks a phrase, the phrase's eight tokens, which all follow from it, and
          ends. u_1 is the coin: a student that reads it drafts the whole phrase at once. One that does not guesses
          the first step, right once in eight, and has the rest in the second: at most UNAWARE tokens/step, whatever

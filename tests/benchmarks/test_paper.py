@@ -47,6 +47,7 @@ def test_document_is_that_of_the_result_files_and_the_published_numbers(file):
         ([(0.3, 0.1), (-0.3, 0.1)], "does not hold"),
         ([(0.3, None), (0.1, 0.1)], "true of these rows"),
         ([(0.3, None), (-0.1, 0.1)], "not true of these rows"),
+        ([], "not measured"),
     ],
 )
 def test_verdict_follows_from_the_errors(differences, verdict):
