@@ -34,7 +34,14 @@ if [ -z "$out" ]; then
     out=vllm_mtpc/demo/assets
     [ -z "$quick" ] || out=build/demo-quick
 fi
-target_steps=() head_steps=() sampled=3072 greedy=512 new_tokens=128
+# With Python's documentation (Debian's python3.11-doc) and the JSON examples of botocore, twice.
+mkdir -p build/demo
+ln -sfn /usr/share/doc/python3.11/html/_sources build/demo/python3.11-doc
+ln -sfn "$("$python" -c 'import botocore; print(botocore.__path__[0])')/data" build/demo/botocore
+json="build/demo/botocore/**/examples-1.json"
+texts=("build/demo/python3.11-doc/**/*.txt" "$json" "$json")
+about="; its documentation (Debian's python3.11-doc, *.txt); the JSON examples of botocore (Apache 2.0), twice"
+target_steps=(--steps 3200 --long-steps 130 --cool-down 800) head_steps=() sampled=3072 greedy=512 new_tokens=128
 if [ -n "$quick" ]; then
     target_steps=(--steps 20 --long-steps 2)
     head_steps=(--max-steps 20 --evaluation-sequences 8)
@@ -42,7 +49,9 @@ if [ -n "$quick" ]; then
 fi
 
 if [ -z "$only" ] || [ "$only" = target ]; then
-    "$python" -m benchmarks.demo.train_target --out "$out/target" ${target_steps[@]+"${target_steps[@]}"}
+    "$python" -m benchmarks.demo.train_target --out "$out/target" --also ${texts[@]+"${texts[@]}"} --about "$about" \
+        --hidden-size 192 --intermediate-size 1536 --positions 8192 --short-window 512 --tokens-per-step 4096 \
+        --significant-bits 6 --state "build/demo/target-state.pt" ${target_steps[@]+"${target_steps[@]}"}
 fi
 [ "$only" = target ] && exit
 if [ ! -f "$out/target/model.safetensors" ]; then

@@ -11,7 +11,8 @@ import json
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from glob import glob
+from itertools import chain, pairwise
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from vllm_mtpc.demo import HOLDOUT, MIN_BYTES
 
 EOS = 256
 VOCAB_SIZE = 257
+ALSO_HELP = "and on the files that match; a pattern given twice counts twice"
 PACKAGES_HELP = "installed packages whose source text is added to the standard library's"
 
 
@@ -64,12 +66,24 @@ def package_folder(name: str) -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
-def load(root: Path | None = None, packages: Sequence[str] = ()) -> Corpus:
-    """The corpus: files in ``root`` (default: the standard library), then those of installed packages."""
+def load(root: Path | None = None, packages: Sequence[str] = (), also: Sequence[str] = ()) -> Corpus:
+    """The corpus: files in ``root`` (default: the standard library), of installed packages, and of patterns.
+
+    Every 20th file of each is held out, so a pattern given twice repeats text that is trained on alone.
+    """
     root = root or Path(sysconfig.get_path("stdlib"))
-    texts = demo.texts([root, *map(package_folder, packages)])
-    rest = [text for index, text in enumerate(texts) if index % HOLDOUT != HOLDOUT - 1]
-    return corpus_of(rest, demo.held_out(texts), texts)
+    sources = [demo.texts([root, *map(package_folder, packages)]), *map(matching, also)]
+    rest = [text for texts in sources for index, text in enumerate(texts) if index % HOLDOUT != HOLDOUT - 1]
+    return corpus_of(rest, [text for texts in sources for text in demo.held_out(texts)], list(chain(*sources)))
+
+
+def matching(pattern: str) -> list[bytes]:
+    """Texts of the files that match, sorted by path; raises ValueError for too few."""
+    texts = [Path(name).read_bytes() for name in sorted(glob(pattern, recursive=True))]
+    texts = [text for text in texts if len(text) >= MIN_BYTES]
+    if len(texts) < HOLDOUT:
+        raise ValueError(f"{pattern} matches {len(texts)} files of {MIN_BYTES} bytes or more, {HOLDOUT} are needed")
+    return texts
 
 
 def load_file(file: Path) -> Corpus:
@@ -132,8 +146,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--text", type=Path, metavar="FILE", help="this text in place of the standard library")
     parser.add_argument("--packages", nargs="*", default=[], metavar="NAME", help=PACKAGES_HELP)
+    parser.add_argument("--also", nargs="*", default=[], metavar="PATTERN", help=ALSO_HELP)
     arguments = parser.parse_args()
-    text = load_file(arguments.text) if arguments.text else load(packages=arguments.packages)
+    text = load_file(arguments.text) if arguments.text else load(packages=arguments.packages, also=arguments.also)
     write_jsonl(text, arguments.out)
     print(f"corpus: {text.files} files, {text.bytes} bytes, sha256 {text.sha256}: {arguments.out}")
 

@@ -23,13 +23,20 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=demo.path("target"), metavar="FOLDER")
     parser.add_argument("--text", type=Path, metavar="FILE", help="train on this text, not on the standard library")
     parser.add_argument("--steps", type=int, metavar="N", help="default: the demo's")
-    parser.add_argument("--long-steps", type=int, metavar="N", help="the last ones, on long windows")
+    parser.add_argument("--long-steps", type=int, metavar="N", help="those on long windows, in the second half")
     parser.add_argument("--packages", nargs="*", default=[], metavar="NAME", help="and on their source text")
+    parser.add_argument("--also", nargs="*", default=[], metavar="PATTERN", help="and on the files that match")
+    parser.add_argument("--about", default="", metavar="TEXT", help="what the files of --also are, for the card")
     parser.add_argument("--tokens-per-step", type=int, metavar="N", help="default: the demo's")
     parser.add_argument("--minutes", type=float, metavar="M", help="as many steps as fit, on a GPU where there is one")
     parser.add_argument("--hidden-size", type=int, metavar="N", help="default: the demo's")
     parser.add_argument("--layers", type=int, metavar="N", help="default: the demo's")
     parser.add_argument("--intermediate-size", type=int, metavar="N", help="default: the demo's")
+    parser.add_argument("--positions", type=int, metavar="N", help="also the length of long windows")
+    parser.add_argument("--short-window", type=int, metavar="N", help="length of the other windows")
+    parser.add_argument("--cool-down", type=int, metavar="N", help="steps at falling rates")
+    parser.add_argument("--significant-bits", type=int, metavar="N", help="of the stored weights")
+    parser.add_argument("--state", type=Path, metavar="FILE", help="an interrupted training goes on from it")
     return parser
 
 
@@ -40,29 +47,39 @@ def main() -> None:
     from benchmarks.demo import byte_target, corpus
     from vllm_mtpc.hf import choose_device
 
-    text = corpus.load_file(arguments.text) if arguments.text else corpus.load(packages=arguments.packages)
+    text = corpus.load_file(arguments.text) if arguments.text else corpus.load(None, arguments.packages, arguments.also)
     print(f"corpus: {text.files} files, {text.bytes} bytes, sha256 {text.sha256}", flush=True)
-    steps = arguments.steps or byte_target.STEPS
-    long_steps = byte_target.LONG_STEPS if arguments.long_steps is None else arguments.long_steps
     width = arguments.hidden_size or byte_target.HIDDEN_SIZE
     config = byte_target.target_config(
-        arguments.layers or byte_target.LAYERS, arguments.intermediate_size or byte_target.INTERMEDIATE_SIZE, width
+        arguments.layers or byte_target.LAYERS,
+        arguments.intermediate_size or byte_target.INTERMEDIATE_SIZE,
+        width,
+        arguments.positions or byte_target.LONG,
     )
-    tokens_per_step = arguments.tokens_per_step or byte_target.TOKENS_PER_STEP
     how = {
-        "tokens_per_step": tokens_per_step,
-        "minutes": arguments.minutes,
+        "steps": arguments.steps or byte_target.STEPS,
+        "long_steps": byte_target.LONG_STEPS if arguments.long_steps is None else arguments.long_steps,
+        "tokens_per_step": arguments.tokens_per_step or byte_target.TOKENS_PER_STEP,
+        "short": arguments.short_window or byte_target.SHORT,
+        "cool_down": arguments.cool_down or byte_target.COOL_DOWN,
         "device": str(choose_device("auto" if arguments.minutes else "cpu")),
         "learning_rate": byte_target.LEARNING_RATE * math.sqrt(byte_target.HIDDEN_SIZE / width),
     }
     started = time.monotonic()
-    model = byte_target.train(text, steps, long_steps, config, **how)
-    byte_target.save(model, arguments.out)
-    library = LIBRARY + "".join(f"; and of package {name}" for name in arguments.packages)
+    model = byte_target.train(text, config=config, minutes=arguments.minutes, state=arguments.state, **how)
+    byte_target.save(model, arguments.out, bits=arguments.significant_bits)
+    if arguments.state:
+        arguments.state.unlink(missing_ok=True)
+    library = LIBRARY + "".join(f"; and of package {name}" for name in arguments.packages) + arguments.about
     record = describe(
         arguments.out,
         text,
-        steps={"steps": model.steps_taken, "long_steps": long_steps, "tokens_per_step": tokens_per_step},
+        steps={
+            **{name: how[name] for name in ("long_steps", "tokens_per_step", "cool_down", "learning_rate")},
+            "steps": model.steps_taken,
+            "short_window": how["short"],
+            "long_window": config.max_position_embeddings,
+        },
         data=f"{arguments.text.name} as bytes; its last 1/{corpus.HOLDOUT} held out" if arguments.text else library,
         device=how["device"],
         minutes=(time.monotonic() - started) / 60,
@@ -71,24 +88,19 @@ def main() -> None:
     print(f"target: {results['bits_per_byte']:.4f} bits/byte on held-out text, {results['minutes']} minutes")
 
 
-def describe(folder: Path, text: Any, steps: dict[str, int], data: str, device: str, minutes: float) -> dict[str, Any]:
+def describe(folder: Path, text: Any, steps: dict[str, Any], data: str, device: str, minutes: float) -> dict[str, Any]:
     """Measures the saved target, writes README.md and provenance.json, and returns the latter's values."""
     from benchmarks.demo import byte_target
     from vllm_mtpc.files import replace_file
 
     model = byte_target.load(folder).to(device)
     results = {
-        "bits_per_byte": byte_target.bits_per_byte(model, text.valid, byte_target.SHORT, LOSS_BYTES),
-        "bits_per_byte_long": byte_target.bits_per_byte(model, text.valid, byte_target.LONG, LOSS_BYTES),
+        "bits_per_byte": byte_target.bits_per_byte(model, text.valid, steps["short_window"], LOSS_BYTES),
+        "bits_per_byte_long": byte_target.bits_per_byte(model, text.valid, steps["long_window"], LOSS_BYTES),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "minutes": round(minutes, 1),
     }
-    settings = {
-        **steps,
-        "short_window": byte_target.SHORT,
-        "long_window": byte_target.LONG,
-        "loss_bytes": LOSS_BYTES,
-    }
+    settings = {**steps, "loss_bytes": LOSS_BYTES}
     about = {"data": {"description": data}, "settings": settings, "figures": results}
     record = byte_target.write_record(folder, parser().prog, text, **about)
     replace_file(folder / "README.md", card(record).encode())
@@ -121,8 +133,8 @@ Each window is read without earlier context; {settings["loss_bytes"]} bytes at m
 weights.
 
 - Data: {data["description"]}; {data["files"]} files, {data["bytes"]} bytes, SHA-256 `{data["sha256"]}`.{licence}
-- Training: {settings["steps"]} steps of {settings["tokens_per_step"]} bytes, the last {settings["long_steps"]} on
-  windows of {settings["long_window"]}; bfloat16 matrix products; seed {record["seed"]};
+- Training: {settings["steps"]} steps of {settings["tokens_per_step"]} bytes, of which {settings["long_steps"]}
+  in the second half on windows of {settings["long_window"]}; bfloat16 matrix products; seed {record["seed"]};
   {results["minutes"]:.0f} minutes.
 - Command: `{record["command"]}`
 """
