@@ -18,9 +18,12 @@ import pytest
 
 from vllm_mtpc.engine.server import free_port
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("chromedriver") is None, reason="no browser to drive: apt install chromium chromium-driver"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        shutil.which("chromedriver") is None, reason="no browser to drive: apt install chromium chromium-driver"
+    ),
+]
 WAIT_S = 120.0
 
 
