@@ -301,11 +301,7 @@ def configure_drafter(made: MtpcSpeculativeConfig) -> SpeculativeConfig:
 
 
 def check_options(given: dict[str, Any], allowed: tuple[str, ...]) -> None:
-    """Rename old options of a `speculative_config` in place; raise ServeConfigError for unknown or conflicting ones."""
-    old, new = "min_survival", "min_acceptance"
-    if old in given and new in allowed:
-        logger.warning("speculative_config: %s is now %s; the old name goes in 0.3", old, new)
-        given[new] = given.pop(old)
+    """Raise ServeConfigError for unknown or conflicting options of a `speculative_config`."""
     rule, subject = given.get("rejection_sample_method", "standard"), "speculative_config:"
     if unknown := next((key for key in given if key not in allowed), None):
         remedy = f"allowed: {', '.join(allowed)}; remove it"

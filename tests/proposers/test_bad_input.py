@@ -18,7 +18,7 @@ from transformers import Qwen3NextConfig
 from tests.support.configs import engine_config
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.plan.draft_schedule import KEY
-from vllm_mtpc.proposers.config import circuit_options, ptp_options
+from vllm_mtpc.proposers.config import ptp_options
 from vllm_mtpc.proposers.config.circuit_options import BEFORE_NORM
 from vllm_mtpc.proposers.config.ptp_options import choose_attention
 from vllm_mtpc.proposers.config.versions import vllm_minor
@@ -323,13 +323,6 @@ def test_defaults_of_a_ptp_head(place: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert engine_config(place / "o-ptp", None).speculative_config.method == "ptp"
     rewrite(place / "target" / "config.json", **MIMO)  # without a late network rows go through the target's own norm
     assert served(place, "o-ptp").head.late_width is None
-
-
-def test_old_name_of_an_option_is_read_with_a_warning(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    warned: list[str] = []
-    monkeypatch.setattr(circuit_options.logger, "warning", lambda text, *values: warned.append(text % values))
-    assert served(place, min_survival=0.25).min_acceptance == 0.25
-    assert len(warned) == 1 and "min_survival is now min_acceptance" in warned[0]
 
 
 def test_schedule_is_kept_on_v1_and_block_verification_on_v2(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

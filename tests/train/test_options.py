@@ -70,6 +70,7 @@ def test_flags_are_converted_and_take_precedence_over_file(tmp_path):
         ("head: ptp\nptp_loss: inverse", "ptp_loss 'inverse' with variant 'o-ptp': allowed are ce, bce; set"),
         ("head: ptp\nvariant: c-ptp\nptp_loss: ce", "allowed are kl, reverse-kl, inverse"),
         ("head: ptp\nvariant: independent\nbaseline: b", "it is the baseline itself; remove baseline"),
+        ("head: ptp\nproposals: student\nu_beta: 0.5", "its u is uniform; remove u_beta"),
         ("head: ptp\ntemperature: 0", "temperature"),
     ],
 )

@@ -75,7 +75,7 @@ class TrainOptions(create_model("KindOptions", **option_fields())):  # type: ign
     proposals: Literal["teacher", "student"] = Field(
         "teacher", description="trained on the data, or on tokens that the target selects after the student's drafts"
     )
-    u_beta: float = Field(1.0, gt=0, description="place of u in its token's interval: Beta(b, b)")
+    u_beta: float = Field(1.0, gt=0, description="place of u in the interval of the data's token: Beta(b, b)")
     temperature: float = Field(1.0, gt=0, description="of the distribution that u picks from")
     top_k: int = Field(0, ge=0, description="top-k of that distribution; 0: off")
     top_p: float = Field(1.0, gt=0, le=1, description="top-p of that distribution; 1: off")

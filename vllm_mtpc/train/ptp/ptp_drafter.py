@@ -4,8 +4,7 @@ A window at t holds the tokens x_1 .. x_n that follow and u_1 .. u_n, each insid
 target's processed distribution. Rows of o-ptp predict x_1 .. x_n from u_1 .. u_n; rows of c-ptp give the distributions
 of x_2 .. x_n from u_1 .. u_(n-1). From the first token on that has no mass, or is not trained, rows have no loss. A row
 of x_k has weight gamma^(k-1) / sum, divided by the windows of the step with an x_k. The student's text is that of a
-step of serving: u is uniform (`u_beta` has no effect), the student drafts, the target selects; rows have a loss up to
-the first rejection.
+step of serving: u is uniform, the student drafts, the target selects; rows have a loss up to the first rejection.
 
 The target is frozen: its states of a block of rows are computed once and held while steps draw windows from it.
 

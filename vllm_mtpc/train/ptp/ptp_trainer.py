@@ -59,6 +59,8 @@ class PtpTrainer(Trainer):
         if options.baseline and options.variant == "independent":
             raise ValueError("baseline with variant 'independent': it is the baseline itself; remove baseline")
         loss_name(options)
+        if options.proposals == "student" and options.given("u_beta"):
+            raise ValueError("u_beta with proposals 'student': its u is uniform; remove u_beta")
         if options.parallel == "fsdp":
             raise ValueError("parallel=fsdp with head ptp: its adapters are trained with ddp; set parallel: ddp")
 
