@@ -67,7 +67,8 @@ def headline() -> str:
     shown = {"head `cp`": "cp", "head `btree` (default)": "btree", "ngram (vLLM's own)": "ngram"}
     lines = [[name, *(f"{rows[key][cell]['speedup']:.2f}x" for cell in cells)] for name, key in shown.items()]
     plain = ["plain vLLM, tok/s", *(show(rows["plain"][cell]) for cell in cells)]
-    return table("demo target (3.7M parameters, bytes)", [plain, *lines], columns)
+    size = content("head/target")["figures"]["parameters"]
+    return table(f"demo target ({size / 1e6:.1f}M parameters, bytes)", [plain, *lines], columns)
 
 
 def demo() -> str:

@@ -158,8 +158,19 @@ def against_independent(rows: Sequence[Row], row: Key) -> Iterator[Claim]:
 
 
 def tasks(rows: Sequence[Row], row: Key) -> Iterator[Claim]:
-    leads = [Difference(one["btree"] - one["ff"], None) for one in rows]
+    leads = [
+        Difference(one["btree"], one.get("btree_error")) - Difference(one["ff"], one.get("ff_error")) for one in rows
+    ]
     yield Claim("btree accepts more than ff in every task", leads)
+
+
+def drafters(rows: Sequence[Row], row: Key) -> Iterator[Claim]:
+    sizes = dict.fromkeys(one["parameters"] for one in rows)
+    for size in sizes:
+        ptp, other = (row(parameters=size, kind=kind) for kind in ("o-ptp", "autoregressive"))
+        gains = [Difference(one["speedup"], one["speedup_error"]) for one in (ptp, other)]
+        yield Claim(f"PTP drafts are faster than autoregressive ones, {size:,} parameters", [gains[0] - gains[1]])
+    yield Claim("Larger PTP drafters accept more", rising([row(parameters=size, kind="o-ptp") for size in sizes]))
 
 
 def losses(rows: Sequence[Row], row: Key) -> Iterator[Claim]:
@@ -244,6 +255,7 @@ CLAIMS: dict[str, Callable[[Sequence[Row], Key], Iterator[Claim]]] = {
     "ptp-table-1": from_data,
     "ptp-table-2": against_independent,
     "ptp-table-3": tasks,
+    "ptp-figure-4": drafters,
     "ptp-table-4": losses,
     "ptp-table-5": embeddings,
     "ptp-table-6": betas,

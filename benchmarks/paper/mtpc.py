@@ -36,9 +36,9 @@ WIDTHS = (8, 16, 32, 64, 128)
 LAYERS = (0, 1, 2, 4)
 OF_LONG_WINDOWS = [(what, HMMS[what]) for what in ("contextual, inhomogeneous, identity", "uniform start")]
 SIZE = (
-    f"The demo target (3.7M parameters, bytes), {STEPS} steps of {WINDOWS} windows of its text, the paper's loss; "
-    "served by vLLM in float32 on two CPU cores, median of two rounds of 8 answers of 96 tokens. The paper: EvaByte "
-    "6.5B, 900 steps of 2.1M tokens of Tülu 3, one L40S."
+    f"The demo target of 0.2 (3.7M parameters, bytes), {STEPS} steps of {WINDOWS} windows of its text, the paper's "
+    "loss; served by vLLM in float32 on two CPU cores, median of two rounds of 8 answers of 96 tokens. The paper: "
+    "EvaByte 6.5B, 900 steps of 2.1M tokens of Tülu 3, one L40S."
 )
 TRAINED = {"bits": "bits/byte", "expected": "expected", "standard_error": "± s.e."}
 SERVED = {"tokens_per_step": "served", "step_ms": "ms per step", "tokens_per_second": "tok/s"}

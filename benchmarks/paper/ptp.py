@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-from benchmarks.paper import heads, spec_bench, students, toy
+from benchmarks.paper import heads, separate, spec_bench, students, toy
 from benchmarks.paper.frame import Row, Table, listed
 from benchmarks.paper.ptp_figures import draw_pairs
 from benchmarks.paper.students import COIN, FROM_DATA, JOBS, LONG
@@ -296,7 +296,7 @@ TABLES = {
             "t": "T",
             "answers": "answers",
             "cut": "truncated",
-            **{name: name for name in spec_bench.HEADS},
+            **{key: text for name in spec_bench.HEADS for key, text in ((name, name), (f"{name}_error", "± s.e."))},
         },
         listed(spec_bench.rows),
         "All 480 questions, both turns of the conversations, to the demo target (3.7M parameters, trained on Python's "
@@ -304,16 +304,33 @@ TABLES = {
         "step. Truncated: prompts of which the target, which reads 1,024 bytes, receives the end.",
         "Not comparable in height: a model of Python source that answers questions. Rows of PTP heads may stand at "
         "positions beyond those of their training where prompts are truncated.",
+        spec_bench.draw,
     ),
     "ptp-figure-4": Table(
-        "smaller PTP models that draft",
-        {},
-        None,
-        "A separate student has its own weights, KV cache and prefill next to the target's, "
-        "and no row of the target carries u. vLLM serves models that draft (`method: draft_model`), but selects "
-        "their tokens by its own random numbers: u would have to enter its sampler as well. The advantage of a "
-        "small drafter is latency; here the draft layers of `--head backbone` have it, in the target's own KV cache.",
-        "",
+        "smaller models that draft, autoregressive and PTP (with table 9)",
+        {
+            "parameters": "parameters",
+            "hidden_size": "hidden size",
+            "layers": "layers",
+            "heads": "heads",
+            "kind": "drafter",
+            "with_all": f"tokens/step, {separate.WINDOW} drafts",
+            "drafts": "best drafts",
+            "tokens_per_step": "tokens/step",
+            "standard_error": "± s.e.",
+            "draft_ms": "ms per draft",
+            "speedup": "speedup",
+            **SEEDS,
+        },
+        listed(separate.rows),
+        f"Drafters of the demo target, {separate.STEPS:,} steps of {separate.BATCH} of its continuations of Python "
+        "source, from scratch. Speedup: tokens/step times the target's pass over one row, divided by the drafter's "
+        "calls and the target's pass over the drafts, all of transformers on one core. Best drafts: those with the "
+        "highest speedup.",
+        "Not served: a separate student has its own weights, KV cache and prefill next to the target's, and vLLM's "
+        "`draft_model` has random numbers of its own. Draft layers (`--head backbone`) are as small and read the "
+        "target's states.",
+        separate.draw,
     ),
     "ptp-table-4": Table(
         "losses and proposals",
@@ -371,8 +388,8 @@ TABLES = {
         "the recipe on the demo target",
         {"what": "", "variant": "variant", **CELL, **WITH_SHUFFLED},
         listed(bytes_),
-        f"The demo target (3.7M parameters, bytes), rank 32, windows of {WINDOW}, {OF_BYTES} steps of 64 windows of "
-        "its own text, u by thresholds of 64.",
+        f"The demo target of 0.2 (3.7M parameters, bytes), rank 32, windows of {WINDOW}, {OF_BYTES} steps of 64 "
+        "windows of its own text, u by thresholds of 64.",
         "[PTP](../docs/ptp.md#measured) has the reason why u brings less here than on toy languages.",
     ),
     "ptp-ingredients": Table(

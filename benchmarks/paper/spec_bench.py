@@ -1,14 +1,15 @@
 """Spec-Bench by task, both turns: the target's answers to its questions, and what heads accept of them.
 
-The demo target reads 1,024 bytes, so longer questions are truncated to their end. It has no chat template; a plain one
-is used (Vicuna's). Answers are of the target itself; drafts are counted by the evaluator, as at the end of a
+The demo target has no chat template; a plain one is used (Vicuna's). Prompts that are longer than its positions are
+truncated to their end. Answers are of the target itself; drafts are counted by the evaluator, as at the end of a
 training, over all steps.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,13 +24,14 @@ from vllm_mtpc.checkpoint.ptp_head import load_student
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.acceptance import measure
+from vllm_mtpc.eval.metrics import StepMetrics
 from vllm_mtpc.eval.ptp_acceptance import measure_ptp
 from vllm_mtpc.eval.text import Samples, Sampling, generate, join
 from vllm_mtpc.hf import Target, bind, load_target
 
 FILE = provenance.ROOT.parent / "shared" / "data" / "spec_bench.jsonl"
 TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")  # all others are conversations of two turns
-CONVERSATION = "conversation"
+CONVERSATION, MEAN = "conversation", "mean of the tasks"
 ANSWER, WINDOW = 64, 8
 CIRCUITS, STUDENTS = ("ff", "btree"), ("o-ptp", "late")
 HEADS = (*CIRCUITS, *STUDENTS)
@@ -106,11 +108,34 @@ def rows(quick: bool) -> Iterator[Row]:
             print(f"{task} T={temperature:g}: {row}", flush=True)
             yield row
         mean = {name: sum(row[name] for row in kept) / len(kept) for name in heads}
-        yield {"task": "mean of the tasks", "t": temperature, **mean}
+        errors = {f"{name}_error": math.hypot(*(row[f"{name}_error"] for row in kept)) / len(kept) for name in heads}
+        yield {"task": MEAN, "t": temperature, **mean, **errors}
 
 
 def _accepted(target: Target, heads: dict[str, Any], samples: Samples, sampling: Sampling) -> dict[str, float]:
-    found = {name: measure(heads[name], target, samples, sampling, WINDOW - 1).tokens_per_step for name in CIRCUITS}
-    for name in STUDENTS:
-        found[name] = measure_ptp(heads[name], samples, sampling, WINDOW - 1).tokens_per_step
-    return found
+    """Return tokens/step of each head and its standard error over answers."""
+    found: dict[str, StepMetrics] = {
+        name: measure(heads[name], target, samples, sampling, WINDOW - 1) for name in CIRCUITS
+    }
+    found |= {name: measure_ptp(heads[name], samples, sampling, WINDOW - 1) for name in STUDENTS}
+    values = {name: one.tokens_per_step for name, one in found.items()}
+    return values | {f"{name}_error": one.standard_error for name, one in found.items()}
+
+
+def draw(rows: Sequence[Row], file: Path) -> None:
+    """Bars of each task and of their mean, a colour for each head."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    panel, width = figure.subplots(), 0.8 / len(HEADS)
+    for index, name in enumerate(HEADS):
+        at = [place + (index - (len(HEADS) - 1) / 2) * width for place in range(len(rows))]
+        errors = [row.get(f"{name}_error", 0.0) for row in rows]
+        panel.bar(at, [row[name] for row in rows], width, yerr=errors, capsize=2, label=name)
+    panel.set_xticks(range(len(rows)), [row["task"].replace("_", "\n") for row in rows], fontsize=8)
+    panel.set(ylabel="tokens/step", ylim=(1, None))
+    panel.legend(ncols=len(HEADS), fontsize=8)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with rc_context({"svg.hashsalt": "vllm_mtpc"}):  # the same file for the same rows
+        figure.savefig(file, metadata={"Date": None})
