@@ -1,4 +1,5 @@
-"""Byte-level targets that a CPU can train: the demo's own, and smaller ones for examples; larger ones on a GPU."""
+"""Byte-level targets that a CPU can train: the demo's own (scripts/train_demo.sh) and smaller ones for examples, which
+are the defaults; larger ones on a GPU."""
 
 import copy
 import json
@@ -172,15 +173,15 @@ def train(
     model = AutoModelForCausalLM.from_config(config or target_config(), dtype=torch.float32).to(device)
     optimizers = build_optimizers(model, learning_rate)
     learns = [model, *optimizers]
-    step = 0
+    first = 0
     if state and state.exists():
         kept = torch.load(state)
-        step = kept["step"]
+        first = kept["step"]
         generator.set_state(kept["generator"])
         for part, values in zip(learns, kept["learns"], strict=True):
             part.load_state_dict(values)
-    bar = tqdm(desc="target", unit="step", mininterval=5, total=None if minutes else steps, initial=step)
-    started = time.monotonic()
+    bar = tqdm(desc="target", unit="step", mininterval=5, total=None if minutes else steps, initial=first)
+    started, step = time.monotonic(), first
     while step < steps:
         length = model.config.max_position_embeddings if is_long(step, steps, long_steps) else short
         tokens = corpus.crops(text.train, max(1, tokens_per_step // length), length + 1, generator).to(device)
@@ -188,11 +189,12 @@ def train(
         bar.set_postfix(loss=f"{loss:.3f}", bits=f"{loss / math.log(2):.3f}", refresh=False)
         bar.update()
         step += 1
-        if minutes and step >= 10:
-            steps = round(step * 60 * minutes / (time.monotonic() - started))
+        if minutes and step >= first + 10:
+            steps = first + round((step - first) * 60 * minutes / (time.monotonic() - started))
         if state and step % 100 == 0:
             values = [part.state_dict() for part in learns]
-            torch.save({"step": step, "generator": generator.get_state(), "learns": values}, state)
+            torch.save({"step": step, "generator": generator.get_state(), "learns": values}, f"{state}.new")
+            Path(f"{state}.new").replace(state)
     model.steps_taken = step
     return model.cpu().eval()
 
