@@ -52,7 +52,7 @@ fi
 if [ -z "$only" ] || [ "$only" = target ]; then
     "$python" -m benchmarks.demo.train_target --out "$out/target" --also ${texts[@]+"${texts[@]}"} --about "$about" \
         --hidden-size 192 --intermediate-size 1536 --positions 8192 --short-window 512 --tokens-per-step 4096 \
-        --significant-bits 6 --state "build/demo/target-state.pt" ${target_steps[@]+"${target_steps[@]}"}
+        --significant-bits 4 --state "build/demo/target-state.pt" ${target_steps[@]+"${target_steps[@]}"}
 fi
 [ "$only" = target ] && exit
 if [ ! -f "$out/target/model.safetensors" ]; then

@@ -4,6 +4,7 @@ are the defaults; larger ones on a GPU."""
 import copy
 import json
 import math
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -247,7 +248,7 @@ def write_record(folder: Path, program: str, text: corpus.Corpus, **values: Any)
     """Write the recipe and results of a target to provenance.json, and return them."""
     record = {
         "versions": package_versions(),
-        "command": " ".join([program, *sys.argv[1:]]),
+        "command": f"{program} {shlex.join(sys.argv[1:])}".rstrip(),
         "commit": commit(),
         "data": {**values.pop("data", {}), "files": text.files, "bytes": text.bytes, "sha256": text.sha256},
         "seed": SEED,

@@ -79,6 +79,7 @@ def main() -> None:
             "steps": model.steps_taken,
             "short_window": how["short"],
             "long_window": config.max_position_embeddings,
+            "significant_bits": arguments.significant_bits,
         },
         data=f"{arguments.text.name} as bytes; its last 1/{corpus.HOLDOUT} held out" if arguments.text else library,
         device=how["device"],
@@ -110,6 +111,8 @@ def describe(folder: Path, text: Any, steps: dict[str, Any], data: str, device: 
 def card(record: dict[str, Any]) -> str:
     """README.md of a target."""
     results, data, settings = record["figures"], record["data"], record["settings"]
+    bits = settings.get("significant_bits")
+    significant = f", {bits} of them significant," if bits else ""
     licence = " The\n  Python standard library is under the PSF License." if LIBRARY in data["description"] else ""
     return f"""\
 ---
@@ -122,7 +125,7 @@ license: apache-2.0
 
 A byte-level Llama with {results["parameters"] / 1e6:.2f}M parameters that writes text like its training data. It exists
 so that speculative decoding can be tried and tested without a download; it is of no use as a language model. Token ids
-0 to 255 are bytes, 256 is `<|endoftext|>`. Weights are stored in float16 and meant to be computed in float32.
+0 to 255 are bytes, 256 is `<|endoftext|>`. Weights are stored in 16 bits{significant} and meant to be computed in float32.
 
 | held-out text, windows of | bits per byte |
 |---|---|
