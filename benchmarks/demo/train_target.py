@@ -125,7 +125,8 @@ license: apache-2.0
 
 A byte-level Llama with {results["parameters"] / 1e6:.2f}M parameters that writes text like its training data. It exists
 so that speculative decoding can be tried and tested without a download; it is of no use as a language model. Token ids
-0 to 255 are bytes, 256 is `<|endoftext|>`. Weights are stored in 16 bits{significant} and meant to be computed in float32.
+0 to 255 are bytes, 256 is `<|endoftext|>`. Weights are stored in 16 bits{significant} and meant to be
+computed in float32.
 
 | held-out text, windows of | bits per byte |
 |---|---|
