@@ -87,10 +87,12 @@ train() { # yaml, options; --out FOLDER first
 
 # Circuits with latents twice: the second run starts from the first, with leaves that look at the token before as well.
 circuits() {
-    train train_demo.yaml --out "$out/ff" --circuit ff --components 1
+    states=(--cache "$data/states")
+    rm -rf "$data/states" # of another target
+    train train_demo.yaml --out "$out/ff" "${states[@]}" --circuit ff --components 1
     for circuit in cp hmm btree; do
-        kind=(--circuit "$circuit" --components 4)
-        [ "$circuit" = btree ] && kind=(--circuit btree --components 8)
+        kind=("${states[@]}" --circuit "$circuit" --components 4)
+        [ "$circuit" = btree ] && kind=("${states[@]}" --circuit btree --components 8)
         train train_demo.yaml --out "$data/$circuit" "${first[@]}" "${kind[@]}"
         train train_demo.yaml --out "$out/$circuit" "${kind[@]}" --token-rank 32 --init-from "$data/$circuit" \
             --verifier ../target --learning-rate 0.003 --max-steps 1000
