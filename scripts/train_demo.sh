@@ -123,7 +123,7 @@ ptp() {
         train train_demo_ptp.yaml --out "$out/$variant" --variant "$variant" --init-from "$data/$variant" \
             --baseline "$data/independent" "${last[@]}"
     done
-    train train_demo_ptp.yaml --out "$data/late" "${first[@]}" --variant late --init-from "$data/short" \
+    train train_demo_ptp.yaml --out "$data/late" "${first[@]}" --variant late --init-from "$data/independent" \
         --late-width 384 --max-steps 1000
     train train_demo_ptp.yaml --out "$out/late" --variant late --init-from "$data/late" --late-width 384 "${last[@]}"
 }
