@@ -35,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--positions", type=int, metavar="N", help="also the length of long windows")
     parser.add_argument("--short-window", type=int, metavar="N", help="length of the other windows")
     parser.add_argument("--cool-down", type=int, metavar="N", help="steps at falling rates")
+    parser.add_argument("--ahead-steps", type=int, default=0, metavar="N", help="those that look further ahead")
     parser.add_argument("--significant-bits", type=int, metavar="N", help="of the stored weights")
     parser.add_argument("--state", type=Path, metavar="FILE", help="an interrupted training goes on from it")
     return parser
@@ -62,6 +63,7 @@ def main() -> None:
         "tokens_per_step": arguments.tokens_per_step or byte_target.TOKENS_PER_STEP,
         "short": arguments.short_window or byte_target.SHORT,
         "cool_down": arguments.cool_down or byte_target.COOL_DOWN,
+        "ahead_steps": arguments.ahead_steps,
         "device": str(choose_device("auto" if arguments.minutes else "cpu")),
         "learning_rate": byte_target.LEARNING_RATE * math.sqrt(byte_target.HIDDEN_SIZE / width),
     }
@@ -75,7 +77,7 @@ def main() -> None:
         arguments.out,
         text,
         steps={
-            **{name: how[name] for name in ("long_steps", "tokens_per_step", "cool_down", "learning_rate")},
+            **{name: how[name] for name in how if name not in ("steps", "short", "device")},
             "steps": model.steps_taken,
             "short_window": how["short"],
             "long_window": config.max_position_embeddings,
@@ -113,6 +115,9 @@ def card(record: dict[str, Any]) -> str:
     results, data, settings = record["figures"], record["data"], record["settings"]
     bits = settings.get("significant_bits")
     significant = f", {bits} of them significant," if bits else ""
+    ahead = ""
+    if count := settings.get("ahead_steps"):
+        ahead = f" In the last {count} steps its states also predict 7 further tokens, by layers that are not kept."
     licence = " The\n  Python standard library is under the PSF License." if LIBRARY in data["description"] else ""
     return f"""\
 ---
@@ -139,7 +144,7 @@ weights.
 - Data: {data["description"]}; {data["files"]} files, {data["bytes"]} bytes, SHA-256 `{data["sha256"]}`.{licence}
 - Training: {settings["steps"]} steps of {settings["tokens_per_step"]} bytes, of which {settings["long_steps"]}
   in the second half on windows of {settings["long_window"]}; bfloat16 matrix products; seed {record["seed"]};
-  {results["minutes"]:.0f} minutes.
+  {results["minutes"]:.0f} minutes.{ahead}
 - Command: `{record["command"]}`
 """
 
