@@ -246,10 +246,16 @@ def power_table() -> str:
     return "\n".join([*lines, ""])
 
 
-def page() -> str:
-    """Return the text of benchmarks/RESULTS.md with new tables."""
+def written_power() -> str:
+    """Return the simulated table of benchmarks/RESULTS.md."""
+    return PAGE.read_text(encoding="utf-8").partition(f"{POWER}\n\n")[2].partition(f"\n{END}")[0]
+
+
+def page(simulated: str | None = None) -> str:
+    """Return the text of benchmarks/RESULTS.md with new tables; ``simulated``: that of the power."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    return f"{before}{BEGIN}\n{table()}\n{POWER}\n\n{power_table()}\n{END}{rest.partition(END)[2]}"
+    shown = power_table() if simulated is None else simulated
+    return f"{before}{BEGIN}\n{table()}\n{POWER}\n\n{shown}\n{END}{rest.partition(END)[2]}"
 
 
 if __name__ == "__main__":
