@@ -50,7 +50,7 @@ if [ -n "$quick" ]; then
 fi
 
 if [ -z "$only" ] || [ "$only" = target ]; then
-    "$python" -m benchmarks.demo.train_target --out "$out/target" --also ${texts[@]+"${texts[@]}"} --about "$about" \
+    "$python" -m benchmarks.demo.train_target --out "$out/target" --also "${texts[@]}" --about "$about" \
         --hidden-size 192 --intermediate-size 1536 --positions 8192 --short-window 512 --tokens-per-step 4096 \
         --significant-bits 4 --state "build/demo/target-state.pt" ${target_steps[@]+"${target_steps[@]}"}
 fi
@@ -128,7 +128,7 @@ ptp() {
     train train_demo_ptp.yaml --out "$out/late" --variant late --init-from "$data/late" --late-width 384 "${last[@]}"
 }
 
-# Two at a time: a core each is faster than two threads each.
+# Two at a time, a core each.
 export OMP_NUM_THREADS=1
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 { circuits; backbone; } &

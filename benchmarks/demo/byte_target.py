@@ -37,7 +37,7 @@ STEPS, LONG_STEPS = 1700, 150
 SHORT, LONG, TOKENS_PER_STEP = 256, 1024, 2048
 WARM_UP, COOL_DOWN = 100, 400
 GRAD_CLIP = 1.0
-AHEAD, AHEAD_WEIGHT = 7, 0.5
+AHEAD, AHEAD_WEIGHT = 7, 0.5  # further tokens that the last states predict, weight of their mean loss
 LEARNING_RATE = 3e-3
 LAYERS, HIDDEN_SIZE, INTERMEDIATE_SIZE = 8, 128, 1024
 
@@ -164,6 +164,23 @@ def is_long(step: int, steps: int, long_steps: int) -> bool:
     return done >= 0 and (done + 1) * long_steps // rest > done * long_steps // rest
 
 
+def load_state(file: Path, generator: torch.Generator, learns: list[Any]) -> int:
+    """Restore what ``save_state`` wrote, in place; return the number of steps done."""
+    kept = torch.load(file)
+    generator.set_state(kept["generator"])
+    for part, values in zip(learns, kept["learns"], strict=True):
+        part.load_state_dict(values)
+    return kept["step"]
+
+
+def save_state(file: Path, step: int, generator: torch.Generator, learns: list[Any]) -> None:
+    """Write a training's state after ``step`` steps; ``learns``: modules and optimizers."""
+    new = file.with_name(f"{file.name}.new")
+    values = [part.state_dict() for part in learns]
+    torch.save({"step": step, "generator": generator.get_state(), "learns": values}, new)
+    new.replace(file)
+
+
 def train(
     text: corpus.Corpus,
     steps: int = STEPS,
@@ -194,13 +211,7 @@ def train(
     if ahead_steps:
         optimizers.append(torch.optim.AdamW(ahead.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0))
     learns = [model, *optimizers, ahead]
-    first = 0
-    if state and state.exists():
-        kept = torch.load(state)
-        first = kept["step"]
-        generator.set_state(kept["generator"])
-        for part, values in zip(learns, kept["learns"], strict=True):
-            part.load_state_dict(values)
+    first = load_state(state, generator, learns) if state and state.exists() else 0
     bar = tqdm(desc="target", unit="step", mininterval=5, total=None if minutes else steps, initial=first)
     started, step = time.monotonic(), first
     while step < steps:
@@ -214,9 +225,7 @@ def train(
         if minutes and step >= first + 10:
             steps = first + round((step - first) * 60 * minutes / (time.monotonic() - started))
         if state and step % 100 == 0:
-            values = [part.state_dict() for part in learns]
-            torch.save({"step": step, "generator": generator.get_state(), "learns": values}, f"{state}.new")
-            Path(f"{state}.new").replace(state)
+            save_state(state, step, generator, learns)
     model.steps_taken = step
     return model.cpu().eval()
 

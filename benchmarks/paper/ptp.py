@@ -328,8 +328,7 @@ TABLES = {
         "calls and the target's pass over the drafts, all of transformers on one core. Best drafts: those with the "
         "highest speedup.",
         "Not served: a separate student has its own weights, KV cache and prefill next to the target's, and vLLM's "
-        "`draft_model` has random numbers of its own. Draft layers (`--head backbone`) are as small and read the "
-        "target's states.",
+        "`draft_model` has random numbers of its own. Draft layers (`--head backbone`) use the target's cache.",
         separate.draw,
     ),
     "ptp-table-4": Table(
