@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,3 +40,21 @@ def test_interrupted_training_goes_on_as_if_it_was_not(tmp_path: Path, monkeypat
     resumed = byte_target.train(text, **how, state=tmp_path / "state.pt")
     for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_layer_k_predicts_the_token_k_places_ahead() -> None:
+    """Of an alphabet that repeats, which states that name the present letter and right layers predict without loss."""
+    count = 11
+    turn = [50 * torch.eye(count).roll(k, 0) for k in range(4)]  # letter -> the letter k places later
+    ahead = torch.nn.ModuleList(torch.nn.Linear(count, count, bias=False) for _ in range(2))
+    for k, layer in enumerate(ahead, 2):
+        layer.weight.data = turn[k]
+
+    def model(input_ids: torch.Tensor, **how: object) -> SimpleNamespace:
+        states = torch.eye(count)[input_ids]
+        return SimpleNamespace(logits=states @ turn[1].T, hidden_states=[states])
+
+    tokens = (torch.arange(20) % count)[None]
+    assert byte_target.token_loss(model, tokens, ahead) < 1e-3
+    ahead[1].weight.data = turn[2]
+    assert byte_target.token_loss(model, tokens, ahead) > 1
