@@ -113,25 +113,36 @@ backbone() {
         --learning-rate 0.001 --block-rows 8 "${with_long[@]}"
 }
 
-# The baseline first: the cards of the others have its tokens/step next to theirs. The late head starts from it.
-ptp() {
-    last=(--learning-rate 0.001 --block-rows 40 --verifier ../target "${with_long[@]}")
+last=(--learning-rate 0.001 --block-rows 40 --verifier ../target "${with_long[@]}")
+
+# The baseline: the cards of the other PTP heads have its tokens/step next to theirs. The late head starts from it.
+independent() {
     train train_demo_ptp.yaml --out "$data/short" "${first[@]}" --variant independent
     train train_demo_ptp.yaml --out "$data/independent" --variant independent --init-from "$data/short" "${last[@]}"
-    for variant in o-ptp c-ptp; do
-        train train_demo_ptp.yaml --out "$data/$variant" "${first[@]}" --variant "$variant"
-        train train_demo_ptp.yaml --out "$out/$variant" --variant "$variant" --init-from "$data/$variant" \
-            --baseline "$data/independent" "${last[@]}"
-    done
+}
+
+late() {
     train train_demo_ptp.yaml --out "$data/late" "${first[@]}" --variant late --init-from "$data/independent" \
         --late-width 384 --max-steps 1000
     train train_demo_ptp.yaml --out "$out/late" --variant late --init-from "$data/late" --late-width 384 "${last[@]}"
 }
 
+ptp() {
+    for variant in o-ptp c-ptp; do
+        train train_demo_ptp.yaml --out "$data/$variant" "${first[@]}" --variant "$variant"
+        train train_demo_ptp.yaml --out "$out/$variant" --variant "$variant" --init-from "$data/$variant" \
+            --baseline "$data/independent" "${last[@]}"
+    done
+}
+
 # Two at a time, a core each.
 export OMP_NUM_THREADS=1
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
-{ circuits; backbone; } &
+circuits &
+independent &
+wait -n
+wait -n
+{ backbone; late; } &
 ptp &
 wait -n
 wait -n
