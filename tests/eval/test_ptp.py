@@ -52,6 +52,7 @@ def test_batched_windows_equal_single_windows(variant, sampling, monkeypatch):
     monkeypatch.setattr(ptp, "CHUNK_ELEMENTS", 2000)
     monkeypatch.setattr(ptp, "PREFIX_ELEMENTS", 10000)
     windows = ptp.collect(student, samples, sampling, num_drafts=3, seed=7)
+    assert (windows.shuffled is windows.right) == (sampling.greedy or variant == "independent")  # drafted once
     u = ptp.u_of_text(student, samples, sampling, seed=7)
     assert sampling.greedy == bool((u == 0.5).all())
     checked = 0

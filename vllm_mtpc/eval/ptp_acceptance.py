@@ -96,6 +96,7 @@ def collect(
     u = u_of_text(student, samples, sampling, seed) if u is None else u.cpu().float()
     shape = (len(count), int(count.max()) + 1, drafts)
     right, shuffled = torch.zeros(2, *shape, dtype=torch.bool)
+    has_u = config.uses_u and not sampling.greedy  # else all numbers are equal, or none is read
     generator, rows = torch.Generator().manual_seed(seed), draft_rows(student, drafts)
     # Where rows do not carry u, the numbers that pick from their distributions are shuffled as well.
     is_plain = config.variant != "late"
@@ -110,12 +111,13 @@ def collect(
         own = _shifted(u[texts], row, start, drafts + 2)  # [B, K + 2]: u_(t+1)..u_(t+2+K), which pick
         wanted, x_1 = _shifted(tokens, row, start + 1, drafts), tokens[row, start + 1]  # [B, K], [B]
         others = own[torch.randperm(len(own), generator=generator)]
-        for found, shown, picks in ((right, own, own), (shuffled, others, own if is_plain else others)):
+        cases = ((right, own, own), (shuffled, others, own if is_plain else others))
+        for found, shown, picks in cases if has_u else cases[:1]:
             for part in chunks(student, prefix.hidden.shape[1], rows.stop, len(row)):
                 hidden = student.aux(prefix, row[part], start[part], shown[part, : rows.stop])[:, rows]
                 drafted = draft(student, hidden, picks[part, 1 : drafts + 1], sampling.greedy, x_1[part]).cpu()
                 found[texts.start + row[part], column[part]] = drafted == wanted[part]
-    return Windows(right, shuffled, torch.arange(shape[1] - 1) < count[:, None])
+    return Windows(right, shuffled if has_u else right, torch.arange(shape[1] - 1) < count[:, None])
 
 
 def u_of_text(student: Student, samples: Samples, sampling: Sampling, seed: int) -> Tensor:
