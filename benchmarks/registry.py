@@ -1,7 +1,7 @@
 """The registry of results: ``python -m benchmarks.registry [--stale | --commands | --write benchmarks/RESULTS.md]``.
 
-A result is stale if the code of its paths (`registry.yaml`) differs from that of its commit in more than comments and
-docstrings.
+A result is stale if its paths (`registry.yaml`) differ from those of its commit: weights, or code in more than comments
+and docstrings.
 """
 
 from __future__ import annotations
@@ -68,13 +68,15 @@ def measured_on(name: str) -> dict[str, str]:
 
 
 def changed_code(commit: str, paths: list[str]) -> Iterator[str]:
-    """Yield the Python files of the paths whose code differs from that of a commit."""
+    """Yield the Python files and weights of the paths that differ from those of a commit."""
     try:
         differing = git("diff", "--name-only", "--no-renames", commit, "--", *paths).splitlines()
     except subprocess.CalledProcessError:
         differing = []
         yield f"commit {commit[:9]} is not in the history"
-    yield from (name for name in differing if name.endswith(".py") and code_at(commit, name) != code_at(None, name))
+    for name in differing:
+        if name.endswith(".safetensors") or (name.endswith(".py") and code_at(commit, name) != code_at(None, name)):
+            yield name
 
 
 @cache

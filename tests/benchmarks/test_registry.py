@@ -41,26 +41,28 @@ def test_results_older_than_their_code_have_a_reason_and_others_none() -> None:
 
 
 @pytest.fixture
-def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], list[Any]]:
-    """A function that measures with one text of code.py and returns what has changed with another."""
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """A function that measures with one text of a file and returns what has changed with another."""
     monkeypatch.setattr(registry, "ROOT", tmp_path)
     monkeypatch.setattr(registry, "RESULTS", tmp_path)
     monkeypatch.setattr(registry, "FILE", tmp_path / "registry.yaml")
     one = {"what": "a", "link": "", "command": "", "files": ["one"], "where": "", "code": ["code"]}
-    (tmp_path / "registry.yaml").write_text(json.dumps({"code": {"code": ["code.py"]}, "results": [one]}))
+    (tmp_path / "registry.yaml").write_text(
+        json.dumps({"code": {"code": ["code.py", "a.safetensors"]}, "results": [one]})
+    )
 
     def git(*words: str) -> str:
         who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
         return subprocess.run(["git", *who, *words], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
 
-    def change(before: str, after: str) -> list[Any]:
+    def change(before: str, after: str, name: str = "code.py") -> list[Any]:
         git("init", "-q")
-        (tmp_path / "code.py").write_text(before)
+        (tmp_path / name).write_text(before)
         git("add", ".")
         git("commit", "-q", "-m", "one")
         values = {"commit": git("rev-parse", "HEAD").strip(), "time": "2026-01-01T"}
         (tmp_path / "one.json").write_text(json.dumps(values))
-        (tmp_path / "code.py").write_text(after)
+        (tmp_path / name).write_text(after)
         return list(registry.changes(registry.read()[1][0]))
 
     registry.read.cache_clear()
@@ -85,3 +87,7 @@ CODE = 'def f(x):\n    """Return x."""\n    return x\n'
 )
 def test_changed_code_makes_a_result_stale(measured: Any, after: str, is_stale: bool) -> None:
     assert measured(CODE, after) == ([("one", "code.py")] if is_stale else [])
+
+
+def test_changed_weights_make_a_result_stale(measured: Any) -> None:
+    assert measured("before", "after", "a.safetensors") == [("one", "a.safetensors")]
