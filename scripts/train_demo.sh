@@ -104,8 +104,8 @@ with_long=(--data "${responses[@]}" "$data/long.jsonl" --seq-len 1024 --max-step
 
 # Own draft layers: a drafter whose leaves are ff, as DFlash, then a circuit on it and all of it learning.
 backbone() {
-    circuit=(--head backbone --circuit btree --components 8 --component-rank 32 --token-rank 32)
-    train train_demo.yaml --out "$data/drafter" "${first[@]}" --head backbone --circuit ff --backbone-layers 3 \
+    circuit=(--precision bf16 --head backbone --circuit btree --components 8 --component-rank 32 --token-rank 32)
+    train train_demo.yaml --out "$data/drafter" "${first[@]}" --precision bf16 --head backbone --circuit ff --backbone-layers 3 \
         --backbone-width 512 --aux-hidden-state-layer-ids 1 3 5 7 8 --acceptance 0.5 --max-steps 2000 --block-rows 48
     train train_demo.yaml --out "$data/backbone" "${first[@]}" "${circuit[@]}" --init-from "$data/drafter" \
         --learning-rate 0.002 --max-steps 800 --block-rows 48
