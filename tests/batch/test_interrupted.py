@@ -85,6 +85,7 @@ def test_job_killed_at_any_moment_is_resumed(is_on_ray: bool, tmp_path: Path) ->
     assert any(0 < count < len(PROMPTS) for count in seen), seen  # else no kill came while it answered
 
 
+@pytest.mark.slow
 def test_job_is_resumed_after_a_full_disk(tmp_path: Path) -> None:
     """Files of more than LIMIT cannot be written, as on a full disk."""
     job = Job(tmp_path)

@@ -71,6 +71,7 @@ def check_crowded(served: SimpleNamespace, replies: list[Reply], hits: int | Non
     assert hits in (None, found)
 
 
+@pytest.mark.slow
 def test_reference_without_summaries_is_noticed(served: SimpleNamespace) -> None:
     blind = Reference(served.reference.weights, hide_summaries=True)
     answers = [served.reference.greedy(prompt, 8) for prompt in served.prompts[-2:]]

@@ -208,6 +208,7 @@ def test_recurrent_target_is_refused_and_served_without_its_bundled_head(
     assert len(warned) == 1 and "recurrent layers" in warned[0]
 
 
+@pytest.mark.slow
 def test_list_of_targets_that_norm_in_compute_logits_matches_vllm() -> None:
     """A class that is no drafter is listed if it calls `norm` there, or is made of one that does."""
     import vllm

@@ -36,6 +36,7 @@ def check(root: Path) -> Iterator[ModuleType]:
     del sys.modules[spec.name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("edited", [EDITS, PARAMETER, []], ids=["names", "parameter", "installed release"])
 def test_moved_attributes_are_found(check: ModuleType, edited: list[tuple[str, str, str, str]]) -> None:
     """Of the installed vLLM with pieces of its text replaced; nothing is found where nothing is."""

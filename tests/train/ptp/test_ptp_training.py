@@ -184,6 +184,7 @@ def test_rows_that_are_told_u_draft_what_a_coin_decides(coin: toy.Toy) -> None:
     assert found.shuffled_tokens_per_step < 1.1 * toy.UNAWARE
 
 
+@pytest.mark.slow
 def test_student_text_teaches_u(coin: toy.Toy) -> None:
     """A student that learns its own drafts, whatever u is, stays at 1.0 tokens/step."""
     found = toy.measure(coin, toy.train(coin, WINDOW, 300, variant="o-ptp", proposals="student"))
