@@ -7,6 +7,7 @@ import math
 import shlex
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,30 @@ GRAD_CLIP = 1.0
 AHEAD, AHEAD_WEIGHT = 7, 0.5  # further tokens that the last states predict, weight of their mean loss
 LEARNING_RATE = 3e-3
 LAYERS, HIDDEN_SIZE, INTERMEDIATE_SIZE = 8, 128, 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a target is trained.
+
+    Attributes:
+        steps: updates of the weights.
+        long_steps: those on windows of all positions, see ``is_long``.
+        short_window: tokens of the other windows.
+        tokens_per_step: of all windows of a step.
+        cool_down: the last steps, at falling rates.
+        ahead_steps: the last steps in which the hidden states predict AHEAD further tokens as well, by layers that the
+            result does not contain: the states carry what heads need.
+        learning_rate: the highest.
+    """
+
+    steps: int = STEPS
+    long_steps: int = LONG_STEPS
+    short_window: int = SHORT
+    tokens_per_step: int = TOKENS_PER_STEP
+    cool_down: int = COOL_DOWN
+    ahead_steps: int = 0
+    learning_rate: float = LEARNING_RATE
 
 
 def target_config(
@@ -183,42 +208,38 @@ def save_state(file: Path, step: int, generator: torch.Generator, learns: list[A
 
 def train(
     text: corpus.Corpus,
-    steps: int = STEPS,
-    long_steps: int = LONG_STEPS,
     config: PretrainedConfig | None = None,
-    tokens_per_step: int = TOKENS_PER_STEP,
+    recipe: Recipe | None = None,
     minutes: float | None = None,
     device: str = "cpu",
-    learning_rate: float = LEARNING_RATE,
-    short: int = SHORT,
-    cool_down: int = COOL_DOWN,
     state: Path | None = None,
-    ahead_steps: int = 0,
 ) -> PreTrainedModel:
     """Trains from the fixed seed; the progress bar shows loss in nats, bits per byte and the time left.
 
-    ``minutes`` replaces ``steps`` as the limit. Windows have ``short`` tokens or all positions of ``config``, see
-    ``is_long``. With the file ``state`` an interrupted training goes on from its last 100 steps. In the last
-    ``ahead_steps`` the hidden states predict AHEAD further tokens, which the result does not contain: they carry what
-    heads need. ``steps_taken`` of the result is the number of steps.
+    ``minutes`` replaces the number of steps as the limit. With the file ``state`` an interrupted training goes on from
+    its last 100 steps. ``steps_taken`` of the result is the number of steps.
     """
+    recipe = recipe or Recipe()
     torch.manual_seed(SEED)
     generator = torch.Generator().manual_seed(SEED)
     model = AutoModelForCausalLM.from_config(config or target_config(), dtype=torch.float32).to(device)
-    optimizers = build_optimizers(model, learning_rate)
-    sizes = model.config.hidden_size, model.config.vocab_size
-    ahead = nn.ModuleList(nn.Linear(*sizes, bias=False) for _ in range(AHEAD if ahead_steps else 0)).to(device)
-    if ahead_steps:
-        optimizers.append(torch.optim.AdamW(ahead.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0))
+    rate, sizes = recipe.learning_rate, (model.config.hidden_size, model.config.vocab_size)
+    optimizers = build_optimizers(model, rate)
+    ahead = nn.ModuleList(nn.Linear(*sizes, bias=False) for _ in range(AHEAD if recipe.ahead_steps else 0)).to(device)
+    if recipe.ahead_steps:
+        optimizers.append(torch.optim.AdamW(ahead.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0))
     learns = [model, *optimizers, ahead]
     first = load_state(state, generator, learns) if state and state.exists() else 0
+    steps = recipe.steps
     bar = tqdm(desc="target", unit="step", mininterval=5, total=None if minutes else steps, initial=first)
     started, step = time.monotonic(), first
     while step < steps:
-        length = model.config.max_position_embeddings if is_long(step, steps, long_steps) else short
-        tokens = corpus.crops(text.train, max(1, tokens_per_step // length), length + 1, generator).to(device)
-        more = ahead if step >= steps - ahead_steps else None
-        loss = train_step(model, optimizers, tokens, schedule(step, steps, cool_down), more)
+        longest = model.config.max_position_embeddings
+        length = longest if is_long(step, steps, recipe.long_steps) else recipe.short_window
+        windows = max(1, recipe.tokens_per_step // length)
+        tokens = corpus.crops(text.train, windows, length + 1, generator).to(device)
+        more = ahead if step >= steps - recipe.ahead_steps else None
+        loss = train_step(model, optimizers, tokens, schedule(step, steps, recipe.cool_down), more)
         bar.set_postfix(loss=f"{loss:.3f}", bits=f"{loss / math.log(2):.3f}", refresh=False)
         bar.update()
         step += 1

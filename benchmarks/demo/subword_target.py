@@ -142,8 +142,8 @@ def main() -> None:
     )
     config = target_config(arguments.family, arguments.vocab_size, arguments.hidden_size)
     started = time.monotonic()
-    long_steps = min(LONG_STEPS, arguments.steps // 4)
-    model = byte_target.train(subwords, arguments.steps, long_steps, config)
+    recipe = byte_target.Recipe(steps=arguments.steps, long_steps=min(LONG_STEPS, arguments.steps // 4))
+    model = byte_target.train(subwords, config, recipe)
     byte_target.save(model, arguments.out, tokenizer)
     saved = byte_target.load(arguments.out)
     bits = byte_target.bits_per_byte(saved, subwords.valid)  # per token, here a subword
@@ -156,7 +156,7 @@ def main() -> None:
     settings = {
         "family": arguments.family,
         "steps": arguments.steps,
-        "long_steps": long_steps,
+        "long_steps": recipe.long_steps,
         "vocab_size": arguments.vocab_size,
         "hidden_size": arguments.hidden_size,
     }

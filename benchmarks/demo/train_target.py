@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import time
 from pathlib import Path
@@ -35,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--positions", type=int, metavar="N", help="also the length of long windows")
     parser.add_argument("--short-window", type=int, metavar="N", help="length of the other windows")
     parser.add_argument("--cool-down", type=int, metavar="N", help="steps at falling rates")
-    parser.add_argument("--ahead-steps", type=int, default=0, metavar="N", help="those that look further ahead")
+    parser.add_argument("--ahead-steps", type=int, metavar="N", help="those that look further ahead")
     parser.add_argument("--significant-bits", type=int, metavar="N", help="of the stored weights")
     parser.add_argument("--state", type=Path, metavar="FILE", help="an interrupted training goes on from it")
     return parser
@@ -57,18 +58,12 @@ def main() -> None:
         width,
         arguments.positions or byte_target.LONG,
     )
-    how = {
-        "steps": arguments.steps or byte_target.STEPS,
-        "long_steps": byte_target.LONG_STEPS if arguments.long_steps is None else arguments.long_steps,
-        "tokens_per_step": arguments.tokens_per_step or byte_target.TOKENS_PER_STEP,
-        "short": arguments.short_window or byte_target.SHORT,
-        "cool_down": arguments.cool_down or byte_target.COOL_DOWN,
-        "ahead_steps": arguments.ahead_steps,
-        "device": str(choose_device("auto" if arguments.minutes else "cpu")),
-        "learning_rate": byte_target.LEARNING_RATE * math.sqrt(byte_target.HIDDEN_SIZE / width),
-    }
+    given = {field.name: getattr(arguments, field.name, None) for field in dataclasses.fields(byte_target.Recipe)}
+    given["learning_rate"] = byte_target.LEARNING_RATE * math.sqrt(byte_target.HIDDEN_SIZE / width)
+    recipe = byte_target.Recipe(**{name: value for name, value in given.items() if value is not None})
+    device = str(choose_device("auto" if arguments.minutes else "cpu"))
     started = time.monotonic()
-    model = byte_target.train(text, config=config, minutes=arguments.minutes, state=arguments.state, **how)
+    model = byte_target.train(text, config, recipe, arguments.minutes, device, arguments.state)
     byte_target.save(model, arguments.out, bits=arguments.significant_bits)
     if arguments.state:
         arguments.state.unlink(missing_ok=True)
@@ -77,14 +72,13 @@ def main() -> None:
         arguments.out,
         text,
         steps={
-            **{name: how[name] for name in how if name not in ("steps", "short", "device")},
+            **dataclasses.asdict(recipe),
             "steps": model.steps_taken,
-            "short_window": how["short"],
             "long_window": config.max_position_embeddings,
             "significant_bits": arguments.significant_bits,
         },
         data=f"{arguments.text.name} as bytes; its last 1/{corpus.HOLDOUT} held out" if arguments.text else library,
-        device=how["device"],
+        device=device,
         minutes=(time.monotonic() - started) / 60,
     )
     results = record["figures"]

@@ -24,8 +24,8 @@ def test_long_windows_are_spread_over_the_second_half(steps: int, long_steps: in
 def test_interrupted_training_goes_on_as_if_it_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = corpus.corpus_of([bytes(range(97, 123)) * 20], [b"-"], [])
     config = byte_target.target_config(1, 32, 32, positions=32)
-    how = {"steps": 104, "long_steps": 20, "config": config, "tokens_per_step": 32, "short": 16, "ahead_steps": 8}
-    whole = byte_target.train(text, **how)
+    recipe = byte_target.Recipe(steps=104, long_steps=20, tokens_per_step=32, short_window=16, ahead_steps=8)
+    whole = byte_target.train(text, config, recipe)
     step, count = byte_target.train_step, iter(range(104))
 
     def interrupted(*args: object) -> float:
@@ -35,9 +35,9 @@ def test_interrupted_training_goes_on_as_if_it_was_not(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(byte_target, "train_step", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        byte_target.train(text, **how, state=tmp_path / "state.pt")
+        byte_target.train(text, config, recipe, state=tmp_path / "state.pt")
     monkeypatch.undo()
-    resumed = byte_target.train(text, **how, state=tmp_path / "state.pt")
+    resumed = byte_target.train(text, config, recipe, state=tmp_path / "state.pt")
     for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, other)
 
