@@ -35,7 +35,7 @@ class Setting:
     clients: int
     temperature: float
     max_tokens: int
-    prompts: int  # how many of the job's prompts; they begin again where there are not so many
+    prompts: int  # number of the job's prompts; they repeat where there are fewer
     ignore_eos: bool = True  # answers of the same length, whatever the text
     first: int = 0  # which of the job's prompts is the first
 

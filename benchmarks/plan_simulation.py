@@ -139,7 +139,7 @@ class Engine:
         return [request_class(one > 0, int(length)) for one, length in self.state[[SAMPLED, CONTEXT]].T]
 
     def step(self, drafts: int) -> tuple[float, int, bool, list[tuple[int, int, int]]]:
-        """Run a step that drafts so many.
+        """Run a step with `drafts` drafts per request.
 
         Returns:
             Seconds, verified drafts, whether no prompt was read, and (class, verified, accepted) of each request.
@@ -180,7 +180,7 @@ def static_drafts(batch: int) -> int:
 
 
 def simulate(target: Target, load: Load, policy: str, requests: int, seed: int = 0) -> float:
-    """Return the tokens per busy second of one policy on a trace of so many requests."""
+    """Return the tokens per busy second of one policy on a trace of `requests` requests."""
     engine, plan, was_decoding = Engine(target, load, seed, requests), None, False
     if policy == "plan":
         plan = OnlinePlan(ARMS, target.prior(load.clients), np.full((2, NUM_DRAFTS), 0.75))

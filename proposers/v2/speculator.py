@@ -244,7 +244,7 @@ class HeadSpeculator(DraftModelSpeculator):
             self.graphs.capture_drafts(self._prepare_capture)
 
     def _prepare_capture(self, num_reqs: int, num_drafts: int) -> Callable[[], None]:
-        """Return the call that a CUDA graph for so many requests and drafts (PTP: auxiliary rows) of each holds."""
+        """Return the call that is captured for num_reqs requests with num_drafts drafts (PTP: auxiliary rows) each."""
         raise NotImplementedError
 
     def _read_states(self, done: TargetPass) -> Tensor:

@@ -49,7 +49,7 @@ def draft_arms(num_drafts: int) -> tuple[int, ...]:
 
 
 def gpu_schedule(num_drafts: int) -> Schedule:
-    """Return the most drafts that are planned by batch size on a GPU: as many as keep a step in a CUDA graph."""
+    """Return the maximum number of drafts by batch size on a GPU: those that keep a step in a CUDA graph."""
     arms = draft_arms(num_drafts)
     most = [[k for k in arms if not k or batch * (1 + k) <= GRAPH_ROWS][-1] for batch in range(1, LARGEST + 1)]
     return merge_ranges(most)
@@ -134,7 +134,7 @@ def limit_lengths(per_batch: Sequence[int]) -> list[int]:
 
 
 def cpu_cost(batch: int, drafts: int, load: float = 0.0) -> float:
-    """Return the milliseconds of a step with so many drafts per request, on the machine of the constants."""
+    """Return the milliseconds of a step with `drafts` drafts per request, on the machine of the constants."""
     step, per_request, per_row = CPU_STEP
     cost = step + batch * (per_request + per_row * (1 + drafts))
     if drafts:

@@ -32,7 +32,7 @@ RETRIED_COUNT = 100.0  # the same when drafts are tried after a time without dra
 SECONDS_COUNT = 48.0  # observed steps of one arm at most: older ones decay
 SHARED_COUNT = 0.5  # weight of the ratio of the bucket, and of all buckets, in steps
 STALE = 0.985  # decay of the observations of arms that do not serve, per update
-SLOWEST = 2.0  # a step of more than so many times its estimate counts as that (a pause of the process, a page fault)
+SLOWEST = 2.0  # a step counts as at most this multiple of its estimate (a pause of the process, a page fault)
 SHORTEST_S, LONGEST_S = 1e-5, 10.0  # of a step; other values are errors of the clock
 
 EXPLORE = 0.008  # share of the time that trials may lose
@@ -42,12 +42,12 @@ UPDATE_STEPS = 16  # between two updates of the plan
 WIDTH = 0.4  # relative standard deviation of the speed of an unobserved arm; divided by sqrt(1 + steps)
 KNOWN = 3.0  # recent steps without drafts below which they are tried again
 LEAST_LOSS = 0.1  # expected of a trial, as a share of its time
-REJECTED, REJECTED_COUNT = 0.98, 100  # share of rejected first drafts that is reported, and the least drafts for it
-MARGIN = 1.015  # least speed of an arm over the serving one that it replaces, and over no drafts
+REJECTED, REJECTED_COUNT = 0.98, 100  # share of rejected first drafts that is reported, and their minimum number
+MARGIN = 1.015  # minimum speed of an arm relative to the serving one that it replaces, and to no drafts
 
 
 def request_class(is_sampled: bool, context: int) -> int:
-    """Return the class of acceptance of a request with so many tokens of context."""
+    """Return the acceptance class of a request with `context` tokens."""
     return len(CONTEXTS) * is_sampled + is_sampled + sum(context > most for most in CONTEXTS)
 
 
@@ -102,7 +102,7 @@ class OnlinePlan:
 
     Args:
         arms: numbers of drafts to choose from, increasing from 0.
-        prior: [max_num_seqs + 1, A], seconds of a step of so many requests that verifies and drafts K; infinite where K
+        prior: [max_num_seqs + 1, A], seconds of a step of B requests that verifies and drafts K; infinite where K
             is not allowed. Only proportions matter.
         card: [2, K], see `card_rates`.
     """

@@ -107,8 +107,8 @@ def merged_plan(
 
     Args:
         head, num_drafts: config of the head, and K.
-        max_num_seqs, max_aux_rows: the largest batch, and the most auxiliary rows of a batch.
-        rows_per_request: the most of one request; None: as many as are useful.
+        max_num_seqs, max_aux_rows: the largest batch, and the maximum of its auxiliary rows.
+        rows_per_request: the maximum of one request; None: all that are useful.
     """
     most = max_aux_rows if rows_per_request is None else rows_per_request
     rows = {batch: min(most, max_aux_rows // batch) for batch in _doubled(max_num_seqs)}
@@ -139,7 +139,7 @@ def most_drafts(bucket: Bucket | None, variant: str, leading: int) -> int:
 
 
 def drafts_of_rows(rows: Any, variant: str) -> Any:
-    """Return the drafts of groups with so many rows in the merged pass (arrays or tensors of integers)."""
+    """Return the drafts of groups with `rows` rows in the merged pass (arrays or tensors of integers)."""
     return (rows - VARIANTS[variant]).clip(min=0)
 
 

@@ -268,7 +268,7 @@ class ShardWriter:
 
 
 def write_on_ray(options: TrainOptions, engines: int, shards: list[Shard]) -> Iterator[int]:
-    """Write shards by so many engines on Ray; yields the number of rows of each that is complete; raises OSError."""
+    """Write shards by `engines` engines on Ray; yields the number of rows of each that is complete; raises OSError."""
     options = options.model_copy(update=absolute_paths(options.model_dump()))  # actors have other working directories
     engine = {"model": options.target, "replicas": engines, "engine": options.engine}
     resources = EngineOptions.model_validate(engine | ({"gpus": 0} if options.device == "cpu" else {}))
