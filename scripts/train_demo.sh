@@ -41,7 +41,7 @@ ln -sfn "$("$python" -c 'import botocore; print(botocore.__path__[0])')/data" bu
 json="build/demo/botocore/**/examples-1.json"
 texts=("build/demo/python3.11-doc/**/*.txt" "$json" "$json")
 about="; its documentation (Debian's python3.11-doc, *.txt); the JSON examples of botocore (Apache 2.0), twice"
-target_steps=(--steps 3200 --long-steps 130 --cool-down 800) head_steps=()
+target_steps=(--steps 3700 --long-steps 160 --cool-down 800 --ahead-steps 500) head_steps=()
 sampled=3072 greedy=512 long=384 new_tokens=128
 if [ -n "$quick" ]; then
     target_steps=(--steps 20 --long-steps 2)
