@@ -168,7 +168,7 @@ def train_step(
     factor: float,
     ahead: nn.ModuleList | None = None,
 ) -> float:
-    """One update on tokens[B, T + 1] at ``factor`` times the peak learning rates. Returns the loss in nats."""
+    """One update on tokens[B, T + 1] at ``factor`` times the peak learning rates. Returns the ``token_loss``."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group.setdefault("peak_lr", group["lr"]) * factor
@@ -216,6 +216,7 @@ def train(
 ) -> PreTrainedModel:
     """Trains from the fixed seed; the progress bar shows loss in nats, bits per byte and the time left.
 
+    In the last ``ahead_steps`` both include the loss of the further tokens, see ``token_loss``.
     ``minutes`` replaces the number of steps as the limit. With the file ``state`` an interrupted training goes on from
     its last 100 steps. ``steps_taken`` of the result is the number of steps.
     """

@@ -102,8 +102,8 @@ class OnlinePlan:
 
     Args:
         arms: numbers of drafts to choose from, increasing from 0.
-        prior: [max_num_seqs + 1, A], seconds of a step of B requests that verifies and drafts K; infinite where K
-            is not allowed. Only proportions matter.
+        prior: [max_num_seqs + 1, A], seconds of a step by its number of requests and K; infinite where K is not
+            allowed. Only proportions matter.
         card: [2, K], see `card_rates`.
     """
 
