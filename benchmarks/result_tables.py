@@ -134,11 +134,6 @@ def training(name: str) -> str:
     return table("shape|V|D|n|r", lines, columns)
 
 
-BACKBONE = {
-    "ngram": "ngram (V1)",
-    "btree btree": "packaged btree (V1)",
-    "btree backbone, V2 interpreted": "packaged backbone (V2, its kernels interpreted)",
-}
 TOKENS = {"ngram": "ngram", "btree btree": "btree with `token_rank`", "btree btree-without": "btree without"}
 BLOCKS: dict[str, Callable[[], str]] = {
     "states": states,
@@ -147,7 +142,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "long texts": long_texts,
     "backbone circuits": backbone_circuits,
     "backbone drafts": backbone_drafts,
-    "backbone served": partial(served, "serve-backbone-cpu", BACKBONE),
     "tokens": tokens,
     "tokens served": partial(served, "serve-tokens-cpu", TOKENS),
     "shakespeare": shakespeare,

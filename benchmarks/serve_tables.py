@@ -6,12 +6,13 @@ interval of the median.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
 from collections.abc import Callable
 from functools import cache
-from statistics import fmean, median, stdev
+from statistics import fmean, harmonic_mean, median, stdev
 from typing import Any
 
 from vllm_mtpc import demo as packaged
@@ -21,6 +22,10 @@ CELLS = [(temperature, clients) for temperature in (1.0, 0.0) for clients in (1,
 COLUMNS = [f"T={temperature:g}, c={clients}" for temperature, clients in CELLS]
 TARGETS = ("qwen3", "neox", "bytes", "phi3")
 GOAL = 0.97  # of plain vLLM, and of the best fixed number of drafts
+UNSEEN = {  # heads, by how their rows begin
+    "btree": ("cpu", "btree (V1)"),
+    "backbone [btree]": ("v2", "backbone (V2, its kernels interpreted)"),
+}
 UNDRAFTED_GOAL = 0.98  # of the CPU seconds of plain vLLM, with K=0
 
 Rows = dict[str, dict[tuple[float, int], dict[str, Any]]]  # by decoding, then temperature and clients
@@ -67,8 +72,7 @@ def headline() -> str:
     shown = {"head `cp`": "cp", "head `btree` (default)": "btree", "ngram (vLLM's own)": "ngram"}
     lines = [[name, *(f"{rows[key][cell]['speedup']:.2f}x" for cell in cells)] for name, key in shown.items()]
     plain = ["plain vLLM, tok/s", *(show(rows["plain"][cell]) for cell in cells)]
-    size = content("head/target")["figures"]["parameters"]
-    return table(f"demo target ({size / 1e6:.1f}M parameters, bytes)", [plain, *lines], columns)
+    return table("demo target of 0.2 (3.7M parameters, bytes)", [plain, *lines], columns)
 
 
 def demo() -> str:
@@ -81,6 +85,19 @@ def identical() -> str:
     checks = [one[0.0, 1]["identical"] for name, one in read("serve-demo-cpu").items() if name != "plain"]
     same, asked = map(sum, zip(*checks, strict=True))
     return f"{same:,} of {asked:,}"
+
+
+def unseen() -> str:
+    """Return tokens/step of one client by kind of prompt, and of all, which are as many of each."""
+    kinds, lines = ("functions", "prose", "json"), []
+    for (name, (where, shown)), more in itertools.product(UNSEEN.items(), ("", ", every draft")):
+        rows = [read(f"unseen-{kind}-{where}")[name + more] for kind in kinds]
+        line = [shown + more]
+        for temperature in (1.0, 0.0):
+            found = [row[temperature, 1]["tokens_per_step"] for row in rows]
+            line += [f"{value:.2f}" for value in (*found, harmonic_mean(found))]
+        lines.append(line)
+    return table("tokens/step", lines, [f"{kind}, T={t}" for t in (1, 0) for kind in (*kinds, "all")])
 
 
 def subword() -> str:

@@ -59,7 +59,7 @@ def test_tokens_are_bytes():
 def test_target_loads_in_float32_and_predicts_python():
     model = AutoModelForCausalLM.from_pretrained(demo.path("target"), dtype=torch.float32)
     assert model.config.dtype == torch.float32
-    assert all(torch.equal(weight, weight.half().float()) for weight in model.state_dict().values())
+    assert all(torch.equal(weight, weight.bfloat16().float()) for weight in model.state_dict().values())
     tokens = torch.tensor([list(b"import sys\nimport os\n\n\nclass Error(Exception):\n    def __init__(sel")])
     with torch.no_grad():
         assert model(tokens).logits[0, -1].argmax() == ord("f")

@@ -109,7 +109,7 @@ def test_bad_request_is_refused_in_one_line(ptp_head, kind, given, message):
 
 def test_texts_longer_than_the_target_are_refused(data):
     with pytest.raises(UsageError, match="lower --new-tokens"):
-        run_eval(HEAD, "--data", data, "--new-tokens", "1020")
+        run_eval(HEAD, "--data", data, "--new-tokens", "8190")
 
 
 def test_head_of_another_size_is_refused(ptp_head):

@@ -82,7 +82,7 @@ def test_greedy_counters_are_predicted_to_the_step(loaded, prompts, healthy):
     assert greedy.difference == pytest.approx(0, abs=1e-9)
     assert greedy.noise == pytest.approx(0, abs=1e-6)  # float32 sums
     assert greedy.chain.differing == 0 and greedy.chain.tokens == PROMPTS * TOKENS
-    assert 0 < sampled.noise < 0.2 and not sampled.differs
+    assert 0 < sampled.noise < 0.25 and not sampled.differs
     assert abs(sampled.chain.surprise) < 4
     assert greedy.fault is None and sampled.fault is None
 
@@ -206,7 +206,7 @@ def arguments(head: str, *given: str) -> argparse.Namespace:
     ("given", "message"),
     [
         (["--prompts", "0"], "allowed are 1 and above"),
-        (["--max-tokens", "1000"], "lower --max-tokens"),
+        (["--max-tokens", "8190"], "lower --max-tokens"),
         (["--num-drafts", "0"], "allowed are 1 to 7"),
         (["--draft-pass", "merged"], "name a PTP head"),
     ],

@@ -1,6 +1,6 @@
 """The packaged demo: a small byte-level target, MtPC heads (one per circuit, one with a backbone), and PTP heads.
 
-Its text is the source of the Python standard library, which every machine with Python has.
+Most of its text is the source of the Python standard library, which every machine with Python has.
 """
 
 import sysconfig
