@@ -72,7 +72,8 @@ def headline() -> str:
     shown = {"head `cp`": "cp", "head `btree` (default)": "btree", "ngram (vLLM's own)": "ngram"}
     lines = [[name, *(f"{rows[key][cell]['speedup']:.2f}x" for cell in cells)] for name, key in shown.items()]
     plain = ["plain vLLM, tok/s", *(show(rows["plain"][cell]) for cell in cells)]
-    return table("demo target of 0.2 (3.7M parameters, bytes)", [plain, *lines], columns)
+    size = content("head/target")["figures"]["parameters"]
+    return table(f"demo target ({size / 1e6:.1f}M parameters, bytes)", [plain, *lines], columns)
 
 
 def demo() -> str:
@@ -88,14 +89,15 @@ def identical() -> str:
 
 
 def unseen() -> str:
-    """Return tokens/step of one client by kind of prompt, and of all, which are as many of each."""
+    """Return tokens/step (speed-up) of one client by kind of prompt; tokens/step of all, which are as many of each."""
     kinds, lines = ("functions", "prose", "json"), []
     for (name, (where, shown)), more in itertools.product(UNSEEN.items(), ("", ", every draft")):
         rows = [read(f"unseen-{kind}-{where}")[name + more] for kind in kinds]
         line = [shown + more]
         for temperature in (1.0, 0.0):
-            found = [row[temperature, 1]["tokens_per_step"] for row in rows]
-            line += [f"{value:.2f}" for value in (*found, harmonic_mean(found))]
+            cells = [row[temperature, 1] for row in rows]
+            line += [f"{cell['tokens_per_step']:.2f} ({cell['speedup']:.2f}x)" for cell in cells]
+            line.append(f"{harmonic_mean([cell['tokens_per_step'] for cell in cells]):.2f}")
         lines.append(line)
     return table("tokens/step", lines, [f"{kind}, T={t}" for t in (1, 0) for kind in (*kinds, "all")])
 
@@ -192,6 +194,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "span": span,
     "demo": demo,
     "identical": identical,
+    "unseen": unseen,
     "others": others,
     "subword": subword,
     "draft": draft,
