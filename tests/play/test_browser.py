@@ -165,7 +165,7 @@ def test_escape_stops_the_race(page: Page) -> None:
 
 def test_page_shows_errors(page: Page) -> None:
     page.set("length", 60)
-    page.set("prompt", "x" * 3000)  # longer than the demo target reads
+    page.set("prompt", "x" * 9000)  # longer than the demo target reads
     page.click("go")
     page.wait("document.querySelectorAll('.error').length === 2 && running === null")
     assert "answers 400" in page.run("document.querySelector('#plain .error').textContent")

@@ -21,7 +21,7 @@ from vllm_mtpc.errors import UsageError
 from vllm_mtpc.play.app import Play, Side
 
 DEMO_HEADS = ("btree", "hmm", "cp", "ff")
-DEMO_ENGINE = ("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", "64M")
+DEMO_ENGINE = ("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", "256M")
 PROMPTS = {True: "def read_lines(path):\n    ", False: "Write a short poem about a lighthouse."}  # of the demo or not
 
 
