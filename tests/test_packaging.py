@@ -272,7 +272,7 @@ HEAD = {"method": "mtpc", "model": str(demo.path("btree"))}
 GENERATE = f"""
 from vllm import LLM, SamplingParams
 if __name__ == "__main__":
-    engine = {{"dtype": "float32", "kv_cache_memory_bytes": 1 << 27, "enforce_eager": True}}
+    engine = {{"dtype": "float32", "kv_cache_memory_bytes": 1 << 28, "enforce_eager": True}}
     llm = LLM({str(demo.path("target"))!r}, speculative_config={HEAD}, **engine)
     print(llm.generate("def read(path):\\n    ", SamplingParams(temperature=0, max_tokens=16))[0].outputs[0].token_ids)
 """
@@ -287,7 +287,7 @@ def test_request_and_batch(installed: Path, folder: Path, tmp_path: Path) -> Non
     places = ["--input", tmp_path / "in.jsonl", "--output", tmp_path / "out", "--model", demo.path("target")]
     body = {"max_tokens": 16, "temperature": 0, "return_token_ids": True}
     options = ["--speculative-config", json.dumps(HEAD), "--body", json.dumps(body), "--engine", "dtype=float32"]
-    options += [f"kv-cache-memory-bytes={1 << 27}", "enforce-eager=true"]
+    options += [f"kv-cache-memory-bytes={1 << 28}", "enforce-eager=true"]
     printed = run(installed / "vllm-mtpc", "batch", *places, *options, cwd=folder)
     assert "1 lines answered, 0 of them with an error" in printed and "tokens/step" in printed
     (part,) = (tmp_path / "out").glob("part-*.jsonl")
