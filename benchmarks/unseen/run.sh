@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Serves the prompts of this folder with the packaged btree (V1) and backbone (V2, interpreted), 40 minutes on two cores.
+# Serves the prompts of this folder with the packaged btree (V1) and backbone (V2, interpreted), 33 minutes on two cores.
 #
 #   benchmarks/unseen/run.sh [FOLDER]     results into FOLDER (default: benchmarks/results)
 set -euo pipefail
