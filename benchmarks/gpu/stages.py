@@ -18,6 +18,7 @@ from vllm_mtpc import demo
 
 PASSED = r"\b[1-9]\d* passed"  # pytest ends with 0 where every test was skipped
 CLIENTS = [1, 2, 4, 8, 16, 32, 64, 256]
+TOGETHER = {"order": "interleaved", "engine": {"kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.05}}
 EVERY_DRAFT = "every draft=" + json.dumps({"num_speculative_tokens_per_batch_size": "off", "min_acceptance": 0})
 
 
@@ -45,11 +46,11 @@ def tests(programme: Programme) -> list[Part]:
 
     def identity(name: str, heads: Sequence[str], seconds: float, dtype: str, **environment: str) -> Part:
         sizes = programme.size(
-            {"concurrency": 32, "prompts": 200, "max_tokens": 128},
+            {"concurrency": 32, "prompts": 96, "max_tokens": 128},
             {"concurrency": 2, "prompts": 4, "max_tokens": 16},
         )
         folders = {"target": demo.path("target"), "heads": [demo.path(head) for head in heads]}
-        how = {**folders, "dtype": dtype, "temperature": 0, **sizes}
+        how = {**folders, **TOGETHER, "dtype": dtype, "temperature": 0, **sizes}
         return bench_serve(programme, name, seconds, environment=environment, **how)
 
     first, every = (
@@ -252,9 +253,10 @@ def serve(programme: Programme) -> list[Part]:
         "max_tokens": programme.size(128, 16),
         "dtype": programme.size("bfloat16", None),
     }
-    on_demo = {"target": demo.path("target"), **sizes}
+    on_demo = {"target": demo.path("target"), **sizes, **TOGETHER, "rounds": programme.size(2, 1)}
+    on_demo |= programme.size({"concurrency": [1, 16, 256]}, {})
     parts = [bench_serve(programme, "demo-ngram", 250, peers=["ngram"], **on_demo)]
-    for name in programme.size(demo.CIRCUITS, []):
+    for name in programme.size(("btree", demo.BACKBONE, "ff", "cp", "hmm"), ()):
         parts.append(bench_serve(programme, f"demo-{name}", 360, heads=demo.path(name), variant=EVERY_DRAFT, **on_demo))
     own = programme.cache / "target"
     on_own = {"target": own, **sizes, **own_text(programme)}
