@@ -104,17 +104,18 @@ def kernels(programme: Programme) -> list[Part]:
         command = words(sys.executable, "-m", "benchmarks.kernels", only=name, repeats=repeats, json=out)
         parts.append(Part(f"each-{name}", 90, command, out))
     for shape, sizes in programme.size(SHAPES, TOY_SHAPES).items():
-        curves, windows = folder / f"steps-{shape}.json", sorted({n for n, _ in sizes["heads"]})
-        steps = {"shape": shape, "windows": windows, "batch": batch, "engine": json.dumps(programme.engine)}
-        command = words(sys.executable, "-m", "benchmarks.gpu.steps", **steps, json=curves)
-        parts.append(Part(f"steps-{shape}", 300, command, curves))
+        curves = {n: folder / f"steps-{shape}-n{n}.json" for n, _ in sizes["heads"]}
+        for n, out in curves.items():
+            steps = {"shape": shape, "windows": n, "batch": batch, "engine": json.dumps(programme.engine)}
+            command = words(sys.executable, "-m", "benchmarks.gpu.steps", **steps, json=out)
+            parts.append(Part(out.stem, 150, command, out))
         for n, r in sizes["heads"]:
             name = f"draft-{shape}-n{n}-r{r}"
-            given = {"shape": f"D={sizes['D']},V={sizes['V']},n={n},r={r}", "curves": curves}
+            given = {"shape": f"D={sizes['D']},V={sizes['V']},n={n},r={r}", "curves": curves[n]}
             given["circuits"] = ["ff"] if r == 1 else ["cp", "hmm", "btree"]
             out = folder / f"{name}.json"
             command = words(sys.executable, "-m", "benchmarks.draft", **given, batch=batch, repeats=repeats, json=out)
-            parts.append(Part(name, 40, command, out, [curves]))
+            parts.append(Part(name, 40, command, out, [curves[n]]))
     return parts
 
 
@@ -253,7 +254,7 @@ def serve(programme: Programme) -> list[Part]:
         "max_tokens": programme.size(128, 16),
         "dtype": programme.size("bfloat16", None),
     }
-    on_demo = {"target": demo.path("target"), **sizes, **TOGETHER, "rounds": programme.size(2, 1)}
+    on_demo = {"target": demo.path("target"), **sizes, **TOGETHER}
     on_demo |= programme.size({"concurrency": [1, 16, 256]}, {})
     parts = [bench_serve(programme, "demo-ngram", 250, peers=["ngram"], **on_demo)]
     for name in programme.size(("btree", demo.BACKBONE, "ff", "cp", "hmm"), ()):

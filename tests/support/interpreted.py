@@ -64,7 +64,9 @@ def launch_all(cases: dict[str, Case], device: str) -> dict[str, Any]:
 
 
 def moved(tensor: Any, device: str) -> Any:
-    """Copy a tensor to the device with its strides and storage; return numbers unchanged."""
+    """Copy a tensor, or those of a tuple, to the device with strides and storage; return numbers unchanged."""
+    if isinstance(tensor, tuple):
+        return tuple(moved(part, device) for part in tensor)
     if not isinstance(tensor, Tensor):
         return tensor
     everything = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).to(device)
