@@ -125,6 +125,17 @@ def launches() -> str:
     return table("head", lines, ["launches", "bytes of the least, 32 requests", "256 requests"])
 
 
+def gpu_drafts() -> str:
+    """Return the table of drafts on a GPU, next to a step of a target of that size."""
+    lines = []
+    for row in content("gpu-draft")["rows"]:
+        head, batch, step = row["head"].partition(" n=")[0], row["batch"], row["step_ms"]
+        share = row["captured_ms"][0] / step
+        milliseconds = [f"{ms:.3f}" for ms in (row["captured_ms"][0], row["floor_ms"])]
+        lines.append([f"{head}, batch {batch}", *milliseconds, f"{step:.2f}", f"{share:.1%}"])
+    return table("head", lines, ["draft ms", "weights read, ms", "step of the target, ms", "draft / step"])
+
+
 def soaks() -> str:
     """Return the answers of the soaks that equal plain vLLM's, and the largest growth of memory."""
     found = [content(f"soak-{name}") for name in ("v1-swap", "v2-swap", "v2-ptp")]
@@ -145,6 +156,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "components": partial(sweep, "components-cpu", COMPONENTS),
     "losses": partial(sweep, "losses", LOSSES),
     "launches": launches,
+    "gpu drafts": gpu_drafts,
     "soaks": soaks,
 }
 

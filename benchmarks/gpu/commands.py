@@ -35,6 +35,7 @@ def bench_serve(
     """`vllm-mtpc bench serve`, on the model runner that vLLM chooses."""
     out = programme.cache / "serve" / f"{name}.json"
     common = {"engine": json.dumps({**(engine or {}), **programme.engine}), "rounds": 1, "json": out}
+    common["logs"] = out.with_suffix("")
     command = words(*MTPC, "bench", "serve", peers=list(peers), **{**common, **options})
     return Part(name, seconds, command, out, needs, environment or {})
 

@@ -10,7 +10,7 @@
 #
 #   OUT=FOLDER              where gpu-STAGE.json is written (default: benchmarks/results; toy: the cache)
 #   MTPC_GPU_CACHE=FOLDER   models, logs and finished parts (default: build/gpu; toy: build/gpu-toy)
-#   MTPC_COMMIT=COMMIT      the commit, if there is no .git
+#   MTPC_COMMIT=COMMIT      the commit, if this is a copy of its files
 # The first stages need pytest: pip install '.[test]', or pytest alone.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

@@ -16,7 +16,12 @@ from benchmarks.gpu.parts import Part, Programme
 from benchmarks.gpu.train_stage import train
 from vllm_mtpc import demo
 
+# the first failure ends it, with the reason: time on a GPU is short
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-ra", "-x"]
 PASSED = r"\b[1-9]\d* passed"  # pytest ends with 0 where every test was skipped
+# those of test_compiled.py need no GPU
+KERNELS = [*(f"tests/kernels/test_{name}.py" for name in ("small_kernels", "filter", "draft")),
+           "tests/heads/test_draft_params.py"]  # fmt: skip
 CLIENTS = [1, 2, 4, 8, 16, 32, 64, 256]
 TOGETHER = {"order": "interleaved", "engine": {"kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.05}}
 EVERY_DRAFT = "every draft=" + json.dumps({"num_speculative_tokens_per_batch_size": "off", "min_acceptance": 0})
@@ -36,11 +41,11 @@ def tests(programme: Programme) -> list[Part]:
 
     def tested(name: str, seconds: float, *selected: str) -> Part:
         # at toy size the selection alone: these run on the CPU in every run of all tests
-        command = [sys.executable, "-m", "pytest", "-q", "-ra", *programme.size([], ["--collect-only"]), *selected]
+        command = [*PYTEST, *programme.size([], ["--collect-only"]), *selected]
         return Part(name, seconds, command, environment=programme.size(on_gpu, {}), proof=programme.size(PASSED, None))
 
     def only_a_gpus() -> Part:
-        command = [sys.executable, "-m", "pytest", "-q", "-ra", "tests/e2e/test_on_gpu.py"]
+        command = [*PYTEST, "tests/e2e/test_on_gpu.py"]
         environment = programme.size(on_gpu, {"MTPC_TEST_GPU": "toy"})
         return Part("graphs-sleep-seeds", 300, command, environment=environment, proof=PASSED)
 
@@ -57,7 +62,7 @@ def tests(programme: Programme) -> list[Part]:
         f"tests/e2e/test_distribution.py::test_distribution_of_{what}_tokens" for what in ("the_first", "all")
     )
     parts = [
-        tested("kernels", 240, "tests/kernels", "tests/heads/test_draft_params.py", "-m", "not slow"),
+        tested("kernels", 240, *KERNELS, "-m", "not slow"),
         tested("distribution", 150, first, "-k", "not V1"),
         only_a_gpus(),
         identity("identity-float32", programme.size(["ff", "cp", "hmm", "btree"], ["btree"]), 300, "float32", **ieee),

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -212,26 +211,12 @@ def create_config(engine_args: Any, original: Callable[..., Any], *args: Any, **
     theirs = arg_utils.SpeculativeConfig
     arg_utils.SpeculativeConfig = lambda **given: FAMILIES[given["method"]].serving.create(**given)
     try:
-        with one_thread():
-            made = original(engine_args, *args, **kwargs)
+        made = original(engine_args, *args, **kwargs)
     finally:
         arg_utils.SpeculativeConfig = theirs
     if made.enable_adaptive_verification:
         check_adaptive_verification(engine_args)
     return made
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Start no threads of PyTorch: on a GPU vLLM forks the engine, which would wait for them for ever."""
-    import torch
-
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(count)
 
 
 def find_bundled_head(engine_args: Any, target: Any) -> Path | None:

@@ -7,9 +7,11 @@ allocated is zeroed, then those buffers are copied back as `Worker.wake_up` does
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -21,6 +23,8 @@ from torch import Tensor, nn
 
 from tests.support import forks
 from tests.support.configs import engine_config
+from vllm_mtpc import demo
+from vllm_mtpc.checkpoint import load as weights
 from vllm_mtpc.checkpoint import load_head, save_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads import build_head, linear
@@ -215,3 +219,23 @@ def _tensors() -> dict[int, Tensor]:
 def test_head_is_kept_after_sleep(made: Path, name: str) -> None:
     count, changed = forks.call("v2", "tests.proposers.test_load:lost", made, name)
     assert count > 3 and changed == []
+
+
+@pytest.mark.parametrize("is_fault", [False, True])
+def test_an_engine_forked_after_the_head_was_checked_can_compute(is_fault: bool) -> None:
+    """On a GPU vLLM forks its engine, and OpenMP's threads do not survive a fork."""
+    ended = forks.call("v1", "tests.proposers.test_load:_fork_with_head", is_fault)
+    assert ended == (-signal.SIGALRM if is_fault else 0)
+
+
+def _fork_with_head(is_fault: bool) -> int:
+    """Return the exit code of a fork that converts a tensor with two threads, as the engine that loads weights."""
+    if is_fault:
+        weights.one_thread = nullcontext
+    torch.set_num_threads(2)
+    engine_config(demo.path("target"), {"method": "mtpc", "model": str(demo.path("btree"))})
+    if (child := os.fork()) == 0:
+        signal.alarm(5)
+        torch.ones(1 << 22, dtype=torch.bfloat16).float()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import os
 import pickle
 import re
-import signal
 import subprocess
 import sys
 import timeit
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +25,6 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
-from tests.support import forks
 from tests.support.configs import engine_config
 from vllm_mtpc import demo, plugin
 from vllm_mtpc.errors import ServeConfigError
@@ -280,23 +276,3 @@ def test_the_page_lists_every_replaced_attribute(root: Path) -> None:
     patches = (*vllm_patches.EVERY_PROCESS, *vllm_patches.WITH_HEAD, *vllm_patches.WITH_HEAD_SWAP)
     every = {one.key for one in (*patches, registration.try_get_generation_config)}
     assert listed == {key.removeprefix("vllm.").replace(":", ": ") for key in every} and len(listed) <= 14
-
-
-@pytest.mark.parametrize("is_fault", [False, True])
-def test_an_engine_forked_after_the_head_was_checked_can_compute(is_fault: bool) -> None:
-    """On a GPU vLLM forks its engine, and OpenMP's threads do not survive a fork."""
-    ended = forks.call("v1", "tests.proposers.test_vllm_patches:_fork_with_head", is_fault)
-    assert ended == (-signal.SIGALRM if is_fault else 0)
-
-
-def _fork_with_head(is_fault: bool) -> int:
-    """Return the exit code of a fork that converts a tensor with two threads, as the engine that loads weights."""
-    if is_fault:
-        vllm_patches.one_thread = nullcontext
-    torch.set_num_threads(2)
-    engine_config(demo.path("target"), {"method": "mtpc", "model": str(demo.path("btree"))})
-    if (child := os.fork()) == 0:
-        signal.alarm(5)
-        torch.ones(1 << 22, dtype=torch.bfloat16).float()
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

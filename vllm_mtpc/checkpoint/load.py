@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,7 +77,19 @@ def check_tensors(folder: Path, config: AnyHeadConfig) -> Adapters | None:
     Raises:
         CheckpointError: The files do not hold exactly the tensors that `config` asks for, or one is not finite.
     """
-    return FAMILIES[config.speculators_model_type].check(folder, config)
+    with one_thread():
+        return FAMILIES[config.speculators_model_type].check(folder, config)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Start no threads of PyTorch: on a GPU vLLM forks the engine, which would wait for them for ever."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
 
 
 def check_head(folder: Path, config: HeadConfig) -> Adapters | None:

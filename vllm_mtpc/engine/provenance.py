@@ -34,8 +34,10 @@ def hardware() -> dict[str, Any]:
 def commit() -> str | None:
     """Return the checkout's commit, with `+changes` if other files than results differ; None outside a checkout.
 
-    MTPC_COMMIT names the commit of files without a .git folder.
+    MTPC_COMMIT names the commit of a copy of its files.
     """
+    if named := os.environ.get("MTPC_COMMIT"):
+        return named
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -44,7 +46,7 @@ def commit() -> str | None:
         written = [f":(top,exclude){folder.relative_to(ROOT)}" for folder in (RESULTS, FIGURES)]
         differs = git("status", "--porcelain", "--", ":/", *written)
         return git("rev-parse", "HEAD") + (CHANGED if differs else "")
-    return os.environ.get("MTPC_COMMIT") or None
+    return None
 
 
 def public(value: Any) -> Any:
