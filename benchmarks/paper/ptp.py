@@ -299,11 +299,11 @@ TABLES = {
             **{key: text for name in spec_bench.HEADS for key, text in ((name, name), (f"{name}_error", "± s.e."))},
         },
         listed(spec_bench.rows),
-        "All 480 questions, both turns of the conversations, to the demo target of 0.2 (3.7M parameters, trained on "
-        "Python's source: its answers are noise, and only its steps are measured), answers of 64 bytes, one pass per "
-        "step. Truncated: prompts of which the target, which reads 1,024 bytes, receives the end.",
-        "Not comparable in height: a model of Python source that answers questions. Rows of PTP heads may stand at "
-        "positions beyond those of their training where prompts are truncated.",
+        "All 480 questions, both turns of the conversations, to the demo target (8.8M parameters, trained on Python's "
+        "source, prose and JSON: its answers are noise, only its steps are measured), answers of 64 bytes, one pass "
+        "per step. Truncated: prompts of which the target, which reads 8,192 bytes, receives the end.",
+        "Not comparable in height: a small model that answers questions with noise. Rows of PTP heads may stand at "
+        "positions beyond those of their training where prompts are long.",
         spec_bench.draw,
     ),
     "ptp-figure-4": Table(
