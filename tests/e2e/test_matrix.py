@@ -28,7 +28,9 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {  # by name: row of the feature p
     "top-p": ("top_p", {**SHARP, "top_p": 1e-6}),
     "n": ("n > 1", {**SHARP, "top_k": 1, "n": 2}),
     "presence penalty": ("presence penalty", {"presence_penalty": 2.0}),
-    "frequency penalty": ("frequency penalty", {"frequency_penalty": -2.0}),
+    "presence penalty, negative": ("presence penalty", {"presence_penalty": -2.0}),
+    "frequency penalty": ("frequency penalty", {"frequency_penalty": 2.0}),
+    "frequency penalty, negative": ("frequency penalty", {"frequency_penalty": -2.0}),
     "repetition penalty": ("repetition penalty", {"repetition_penalty": 1.4}),
     "logprobs": ("logprobs", {"logprobs": 3}),
     "prompt logprobs": ("prompt logprobs", {"prompt_logprobs": 2}),
@@ -58,10 +60,10 @@ COLUMNS = [
 @pytest.fixture(scope="module")
 def outputs() -> Any:
     """Replies of the head and of plain vLLM by runner and method, made on first use."""
-    rows = [{"temperature": 0.0, "max_tokens": 20, **row} for _, row in ROWS.values()]
+    rows = [{"temperature": 0.0, "max_tokens": 28, **row} for _, row in ROWS.values()]
     ending = {"temperature": 0.0, "max_tokens": 8, "allowed_token_ids": [EOS]}
     calls = [Call([PROMPT] * len(rows), rows), Call([PROMPT] * 2, [{**ending, "ignore_eos": True}, ending])]
-    arguments: dict[str, Any] = {"max_model_len": 160, "max_num_seqs": 25, "enable_prefix_caching": True}
+    arguments: dict[str, Any] = {"max_model_len": 160, "max_num_seqs": 27, "enable_prefix_caching": True}
     # or this small a model fills its answer with blanks
     arguments["structured_outputs_config"] = {"backend": "xgrammar", "disable_any_whitespace": True}
 
