@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from tests.support import forks
 from tests.support.configs import engine_config
 from vllm_mtpc import demo
-from vllm_mtpc.checkpoint import load as weights
 from vllm_mtpc.checkpoint import load_head, save_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads import build_head, linear
@@ -230,9 +229,9 @@ def test_an_engine_forked_after_the_head_was_checked_can_compute(is_fault: bool)
 
 def _fork_with_head(is_fault: bool) -> int:
     """Return the exit code of a fork that converts a tensor with two threads, as the engine that loads weights."""
-    if is_fault:
-        weights.one_thread = nullcontext
     torch.set_num_threads(2)
+    if is_fault:
+        torch.set_num_threads = lambda count: None
     engine_config(demo.path("target"), {"method": "mtpc", "model": str(demo.path("btree"))})
     if (child := os.fork()) == 0:
         signal.alarm(5)

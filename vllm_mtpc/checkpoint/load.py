@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -72,22 +71,11 @@ def require_method(method: str, folder: Path, config: AnyHeadConfig) -> Any:
 
 
 def check_tensors(folder: Path, config: AnyHeadConfig) -> Adapters | None:
-    """Check names, shapes, dtypes and values of all tensors of a head; returns its adapters, None without.
-
-    Raises:
-        CheckpointError: The files do not hold exactly the tensors that `config` asks for, or one is not finite.
-    """
-    with one_thread():
-        return FAMILIES[config.speculators_model_type].check(folder, config)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Start no threads of PyTorch: on a GPU vLLM forks the engine, which would wait for them for ever."""
+    """Return a head's adapters or None; raise CheckpointError unless its files hold `config`'s tensors, all finite."""
     count = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # on a GPU vLLM forks the engine, which would wait for other threads for ever
     try:
-        yield
+        return FAMILIES[config.speculators_model_type].check(folder, config)
     finally:
         torch.set_num_threads(count)
 

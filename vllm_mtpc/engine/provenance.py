@@ -32,10 +32,7 @@ def hardware() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Return the checkout's commit, with `+changes` if other files than results differ; None outside a checkout.
-
-    MTPC_COMMIT names the commit of a copy of its files.
-    """
+    """Return MTPC_COMMIT, or the checkout's commit with `+changes` if other files than results differ, or None."""
     if named := os.environ.get("MTPC_COMMIT"):
         return named
 
