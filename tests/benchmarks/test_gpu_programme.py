@@ -28,6 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MTPC_GPU_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
     monkeypatch.setattr(provenance, "commit", lambda: "a" * 40)
+    monkeypatch.setattr(provenance, "RESULTS", tmp_path / "results")  # without those of earlier runs
     return tmp_path
 
 
