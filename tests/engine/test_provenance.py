@@ -31,6 +31,13 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_named_commit_is_that_of_a_copy_with_an_older_git_folder(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MTPC_COMMIT", "a" * 40)
+    assert provenance.commit() == "a" * 40
+
+
 def test_results_need_a_clean_checkout(checkout: Path, tmp_path: Path) -> None:
     kept = checkout / "benchmarks" / "results" / "new.json"
     check_file(kept)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +26,9 @@ from vllm_mtpc.heads.adapters import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, 
 from vllm_mtpc.heads.base import Head
 
 ADAPTER_FILES = (ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE)
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+# By dtype: integers of its size, and the bits of the exponent, which NaN and infinity have all.
+FLOATS = {torch.float16: (torch.int16, 0x7C00), torch.bfloat16: (torch.int16, 0x7F80),
+          torch.float32: (torch.int32, 0x7F800000)}  # fmt: skip
 INDEX_FILE = "model.safetensors.index.json"  # of a model's folder with several weight files
 # Metadata of the head's weight file. It detects a save that was interrupted between the files of one head.
 ADAPTER_DIGEST = "adapter_sha256"
@@ -71,13 +73,11 @@ def require_method(method: str, folder: Path, config: AnyHeadConfig) -> Any:
 
 
 def check_tensors(folder: Path, config: AnyHeadConfig) -> Adapters | None:
-    """Return a head's adapters or None; raise CheckpointError unless its files hold `config`'s tensors, all finite."""
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)  # on a GPU vLLM forks the engine, which would wait for other threads for ever
-    try:
-        return FAMILIES[config.speculators_model_type].check(folder, config)
-    finally:
-        torch.set_num_threads(count)
+    """Check names, shapes, dtypes and values of all tensors of a head; returns its adapters, None without.
+
+    Raises CheckpointError unless the files hold exactly the tensors that `config` asks for, all finite.
+    """
+    return FAMILIES[config.speculators_model_type].check(folder, config)
 
 
 def check_head(folder: Path, config: HeadConfig) -> Adapters | None:
@@ -128,12 +128,14 @@ def read_tensors(file: Path, check: Callable[[Shapes], None]) -> dict[str, Tenso
         return {name: check_values(file, name, handle.get_tensor(name)) for name in names}
 
 
-def check_values(file: Path, name: str, tensor: Tensor, dtypes: Sequence[torch.dtype] = FLOATS) -> Tensor:
+def check_values(file: Path, name: str, tensor: Tensor, dtypes: Collection[torch.dtype] = FLOATS) -> Tensor:
     """Return `tensor`. Raises CheckpointError unless it has one of the dtypes and is finite."""
     if tensor.dtype not in dtypes:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise CheckpointError(f"{file}: tensor {name!r} is {tensor.dtype}; allowed: {allowed}")
-    if not bool(torch.isfinite(tensor).all()):
+    # by numpy: on a GPU vLLM forks the engine, which would wait for ever for threads that PyTorch starts here
+    integers, exponent = FLOATS.get(tensor.dtype, (tensor.dtype, -1))  # -1: integers, which are finite
+    if (tensor.contiguous().view(integers).numpy() & exponent).max(initial=0) == exponent:
         raise CheckpointError(f"{file}: tensor {name!r} holds NaN or infinity; train or copy it again")
     return tensor
 
@@ -246,7 +248,7 @@ class Shards:
         self.files = {tensor: folder / name for tensor, name in named.items()}
         check_lengths(index, self.files)
 
-    def read(self, name: str, dtypes: Sequence[torch.dtype] = FLOATS) -> Tensor:
+    def read(self, name: str, dtypes: Collection[torch.dtype] = FLOATS) -> Tensor:
         """Return a tensor, memory-mapped; raises CheckpointError unless it exists, as `check_values` allows it."""
         if name not in self.files:
             raise CheckpointError(f"{self.folder}: tensor(s) missing: {name}; copy it whole, or name another model")
