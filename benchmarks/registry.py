@@ -1,17 +1,15 @@
 """The registry of results: ``python -m benchmarks.registry [--stale | --commands | --write benchmarks/RESULTS.md]``.
 
-A result is stale if its paths (`registry.yaml`) differ from those of its commit: weights, or code in more than comments
-and docstrings.
+A result records git's hashes of the folders of code and of its script (``provenance.collect``). It is stale if one of
+them differs from the checkout's. If parts of it have their own commits, each counts.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import json
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,12 +17,12 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict
 
-from vllm_mtpc.engine.provenance import RESULTS, ROOT
+from vllm_mtpc.engine import provenance
 
 FILE = Path(__file__).with_suffix(".yaml")
 BEGIN, END = "<!-- results -->", "<!-- end of the results -->"
-COLUMNS = ("what", "command", "file", "where it ran", "measured", "older than its code")
-SHOWN = 4  # changed files that a line names
+COLUMNS = ("what", "command", "file", "where it ran", "measured", "why not again")
+SHOWN = 3  # commits that a line names
 
 
 class Result(BaseModel):
@@ -34,7 +32,6 @@ class Result(BaseModel):
         what, link: the name, and the page of the tables.
         files: names in benchmarks/results without .json.
         where: hardware.
-        code: names of paths.
         old: why a stale result was not measured again.
     """
 
@@ -45,76 +42,76 @@ class Result(BaseModel):
     command: str
     files: tuple[str, ...]
     where: str
-    code: tuple[str, ...]
     old: str | None = None
 
 
 @cache
-def read() -> tuple[dict[str, list[str]], list[Result]]:
-    """Return the paths by name, and the results."""
-    values = yaml.safe_load(FILE.read_text(encoding="utf-8"))
-    return values["code"], [Result.model_validate(one) for one in values["results"]]
+def read() -> list[Result]:
+    return [Result.model_validate(one) for one in yaml.safe_load(FILE.read_text(encoding="utf-8"))["results"]]
 
 
 def kept(name: str) -> dict[str, Any]:
     """Return the content of a result file."""
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return json.loads((provenance.RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def measured_on(name: str) -> dict[str, str]:
-    """Return the days of the commits of a result; distributions have one for each case."""
-    values = kept(name)
-    return {one["commit"].partition("+")[0]: one["time"][:10] for one in values.get("cases", {"": values}).values()}
+def entries(values: Any) -> Iterator[dict[str, Any]]:
+    """Yield each part of a result, and the result itself, that names a commit."""
+    if isinstance(values, dict):
+        yield from [values] if "commit" in values else []
+        values = list(values.values())
+    for one in values if isinstance(values, list) else []:
+        yield from entries(one)
 
 
-def changed_code(commit: str, paths: list[str]) -> Iterator[str]:
-    """Yield the Python files and weights of the paths that differ from those of a commit."""
-    try:
-        differing = git("diff", "--name-only", "--no-renames", commit, "--", *paths).splitlines()
-    except subprocess.CalledProcessError:
-        differing = []
-        yield f"commit {commit[:9]} is not in the history"
-    for name in differing:
-        if name.endswith(".safetensors") or (name.endswith(".py") and code_at(commit, name) != code_at(None, name)):
-            yield name
+def measured_on(values: Any) -> dict[str, str]:
+    """Return the days of the commits of a result; each case, or pass of a test, can have its own."""
+    dated = [one for one in entries(values) if {"day", "time"} & one.keys()]
+    return {one["commit"]: one.get("day") or one["time"][:10] for one in dated}
+
+
+def trees_of(values: Any) -> dict[str, dict[str, str]]:
+    """Return the hashes that a result records of each of its commits."""
+    found: dict[str, dict[str, str]] = {}
+    for one in entries(values):
+        found[one["commit"]] = found.get(one["commit"], {}) | one.get("trees", {})
+    return found
+
+
+def stale(values: Any) -> list[str]:
+    """Return the commits of a result whose code is not that of the checkout, or is not recorded."""
+    return [
+        commit
+        for commit, trees in trees_of(values).items()
+        if not trees or any(current(path) != tree for path, tree in trees.items())
+    ]
 
 
 @cache
-def code_at(commit: str | None, name: str) -> str:
-    """Return the code of a file without comments and docstrings, as of a commit or now; "" where there is none."""
-    try:
-        text = (ROOT / name).read_text(encoding="utf-8") if commit is None else git("show", f"{commit}:{name}")
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
-        has_docstring = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
-        if has_docstring and ast.get_docstring(node, clean=False) is not None:
-            node.body = node.body[1:]
-    return ast.dump(tree)
-
-
-def git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-
-
-def changes(result: Result) -> Iterator[tuple[str, str]]:
-    """Yield each file of a result with code that changed since its commit; nothing: the result is current."""
-    paths = [path for name in result.code for path in read()[0][name]]
-    for name in result.files:
-        yield from ((name, code) for commit in measured_on(name) for code in changed_code(commit, paths))
+def current(path: str) -> str | None:
+    """Return the hash of a file or folder of the checkout."""
+    file = provenance.ROOT / path
+    return provenance.git_entry(file)[-20:].hex() if file.exists() else None
 
 
 def table() -> str:
     """Return the results as Markdown."""
     lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-    for one in read()[1]:
-        days = sorted({day for name in one.files for day in measured_on(name).values()})
-        span = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    for one in read():
+        found = {commit: day for name in one.files for commit, day in measured_on(kept(name)).items()}
+        days = sorted({*found.values()})
+        span = f"{' to '.join([days[0], *days[1:][-1:]])} at {shown(sorted(found))}"
         command = one.command if one.command == "see there" else f"`{one.command}`"
         files = ", ".join(f"`{name}.json`" for name in one.files)
         lines.append(f"| [{one.what}]({one.link}) | {command} | {files} | {one.where} | {span} | {one.old or ''} |")
     return "\n".join([*lines, ""])
+
+
+def shown(commits: Collection[str]) -> str:
+    """Return a few commits, or how many there are."""
+    return (
+        ", ".join(f"`{one[:9]}{one[40:]}`" for one in commits) if len(commits) <= SHOWN else f"{len(commits)} commits"
+    )
 
 
 def page(text: str) -> str:
@@ -135,20 +132,16 @@ def main(arguments: list[str] | None = None) -> int:
         args.write.write_text(page(args.write.read_text(encoding="utf-8")), encoding="utf-8")
         return 0
     number = 0
-    for result in read()[1]:
-        changed: dict[str, set[str]] = {}
-        for name, code in changes(result):
-            changed.setdefault(name, set()).add(code)
-        if not changed or (args.stale and result.old):
+    for result in read():
+        found = {name: commits for name in result.files if (commits := stale(kept(name)))}
+        if not found or (args.stale and result.old):
             continue
         number += 1
-        if args.commands is not None:
-            if not args.commands or set(args.commands) & {*result.files}:
-                print(result.files[0] if len(result.files) == 1 else "-", result.command, sep="\t")
-            continue
-        for name, code in changed.items():
-            more = f" and {len(code) - SHOWN} more" if len(code) > SHOWN else ""
-            print(f"{name}.json: {', '.join(sorted(code)[:SHOWN])}{more}; {result.old or 'no reason in registry.yaml'}")
+        if args.commands is None:
+            for name, commits in found.items():
+                print(f"{name}.json: of {shown(commits)}; {result.old or 'no reason in registry.yaml'}")
+        elif not args.commands or set(args.commands) & {*result.files}:
+            print(result.files[0] if len(result.files) == 1 else "-", result.command, sep="\t")
     return int(args.stale and number > 0)
 
 

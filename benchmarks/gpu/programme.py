@@ -33,7 +33,7 @@ from vllm_mtpc.report import check_file, write_json
 LIMIT_S = 480.0
 GRACE_S = 15.0  # for engines to end
 REASON_LINES, KEPT_LINES = 40, 4  # of a log that are kept in the result: of a part that failed, of one that is done
-SAME = ("hardware", "versions", "commit", "time", "command")  # written once for a stage
+SAME = ("hardware", "versions", "commit", "trees", "time", "command")  # written once for a stage
 DONE, FAILED = "done", "failed"
 
 
@@ -83,7 +83,8 @@ def run(part: Part, programme: Programme, stage: str, limit_s: float, commit: st
         if code == 0 and part.proof and not re.search(part.proof, tail(log, REASON_LINES)):
             code, reason = 1, f"nothing was compared: no {part.proof!r} in its log"
     state = DONE if code == 0 else FAILED
-    values: dict[str, Any] = {"state": state, "commit": commit, "seconds": round(time.monotonic() - begun, 1)}
+    values: dict[str, Any] = {"state": state, "commit": commit, "trees": provenance.collect()["trees"]}
+    values["seconds"] = round(time.monotonic() - begun, 1)
     if programme.engine:
         values["engine"] = programme.engine
     values["command"] = " ".join(map(shlex.quote, map(provenance.public, ["python", *part.command[1:]])))

@@ -103,7 +103,8 @@ def measured(spec: Spec, seed: int, scale: float = 1.0) -> dict[str, Any]:
     seconds, window = time.monotonic() - begun, student.config.window
     found = {n: toy.measure(made, student, n - 1) for n in LENGTHS if n <= window}
     entry: dict[str, Any] = {"variant": spec.variant, "changes": spec.changes, "seed": seed, "seconds": seconds}
-    entry |= {key: value for key, value in provenance.collect().items() if key in ("commit", "time", "hardware")}
+    about = provenance.collect()
+    entry |= {key: about[key] for key in ("time", "commit", "trees", "hardware")}
     entry["by_window"] = {n: figures(one) for n, one in found.items()}
     entry |= figures(found[window])
     if spec.variant != "o-ptp" and made.name == "taxi":

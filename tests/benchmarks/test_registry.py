@@ -1,93 +1,56 @@
-"""The registry of results: complete, with a current table; it finds results that are older than their code."""
+"""The registry of results: complete, with a current table; it finds results that are older than the code."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from benchmarks import registry
-from vllm_mtpc.engine.provenance import RESULTS, ROOT
+from vllm_mtpc.engine import provenance
+from vllm_mtpc.engine.provenance import FOLDERS, RESULTS, ROOT
 
 
-def has_history() -> bool:
-    command = ["git", "rev-parse", "--is-shallow-repository"]
-    asked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return asked.stdout.strip() == "false"
-
-
-def test_every_result_is_registered_once_and_its_paths_exist() -> None:
-    paths, results = registry.read()
-    names = [name for one in results for name in one.files]
+def test_every_result_is_registered_once() -> None:
+    names = [name for one in registry.read() for name in one.files]
     assert sorted(names) == sorted(file.stem for file in RESULTS.glob("*.json"))
-    assert {name for one in results for name in one.code} == paths.keys()
-    missing = [path for some in paths.values() for path in some if not (ROOT / path).exists()]
-    assert not missing
 
 
-def test_table_is_current() -> None:
+def test_table_is_current_and_names_the_commits() -> None:
     written = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
     assert registry.page(written) == written, "type: python -m benchmarks.registry --write benchmarks/RESULTS.md"
+    for one in registry.read():
+        row = next(line for line in written.splitlines() if line.startswith(f"| [{one.what}]("))
+        commits = {commit for name in one.files for commit in registry.measured_on(registry.kept(name))}
+        assert registry.shown(sorted(commits)) in row
 
 
-@pytest.mark.skipif(not has_history(), reason="needs the git history of the results: clone without --depth")
-def test_results_older_than_their_code_have_a_reason_and_others_none() -> None:
-    wrong = {one.what: one.old for one in registry.read()[1] if any(registry.changes(one)) != bool(one.old)}
-    assert not wrong, f"measure again, or set or remove `old` in benchmarks/registry.yaml: {wrong}"
+def test_results_of_the_present_code_have_no_reason_to_be_old() -> None:
+    current = [one for one in registry.read() if not any(registry.stale(registry.kept(name)) for name in one.files)]
+    assert not [one.what for one in current if one.old], "remove `old` from benchmarks/registry.yaml"
 
 
-@pytest.fixture
-def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
-    """A function that measures with one text of a file and returns what has changed with another."""
-    monkeypatch.setattr(registry, "ROOT", tmp_path)
-    monkeypatch.setattr(registry, "RESULTS", tmp_path)
-    monkeypatch.setattr(registry, "FILE", tmp_path / "registry.yaml")
-    one = {"what": "a", "link": "", "command": "", "files": ["one"], "where": "", "code": ["code"]}
-    (tmp_path / "registry.yaml").write_text(
-        json.dumps({"code": {"code": ["code.py", "a.safetensors"]}, "results": [one]})
-    )
-
-    def git(*words: str) -> str:
-        who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
-        return subprocess.run(["git", *who, *words], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-
-    def change(before: str, after: str, name: str = "code.py") -> list[Any]:
-        git("init", "-q")
-        (tmp_path / name).write_text(before)
-        git("add", ".")
-        git("commit", "-q", "-m", "one")
-        values = {"commit": git("rev-parse", "HEAD").strip(), "time": "2026-01-01T"}
-        (tmp_path / "one.json").write_text(json.dumps(values))
-        (tmp_path / name).write_text(after)
-        return list(registry.changes(registry.read()[1][0]))
-
-    registry.read.cache_clear()
-    registry.code_at.cache_clear()
-    yield change
-    registry.read.cache_clear()
-    registry.code_at.cache_clear()
+def test_registry_has_no_lists_of_paths() -> None:
+    values = registry.read()[0].model_dump()
+    with pytest.raises(ValidationError, match="code"):
+        registry.Result.model_validate({**values, "code": ["kernels"]})
 
 
-CODE = 'def f(x):\n    """Return x."""\n    return x\n'
-
-
-@pytest.mark.parametrize(
-    ("after", "is_stale"),
-    [
-        (CODE, False),
-        (CODE.replace("Return x.", "Return the argument.") + "# a comment\n", False),
-        (CODE.replace("    return x", "    return x + 1"), True),
-        (CODE.replace("return x", "return 'x'"), True),
-        ("", True),
-    ],
-)
-def test_changed_code_makes_a_result_stale(measured: Any, after: str, is_stale: bool) -> None:
-    assert measured(CODE, after) == ([("one", "code.py")] if is_stale else [])
-
-
-def test_changed_weights_make_a_result_stale(measured: Any) -> None:
-    assert measured("before", "after", "a.safetensors") == [("one", "a.safetensors")]
+@pytest.mark.parametrize("changed", [*(f"{folder}/code.py" for folder in FOLDERS), "benchmarks/own.py"])
+def test_changed_code_makes_a_result_stale(changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    monkeypatch.setattr(provenance, "commit", lambda: "a")
+    registry.current.cache_clear()
+    for folder in (*FOLDERS, "benchmarks"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "code.py").write_text("one")
+    (tmp_path / "benchmarks" / "own.py").write_text("one")
+    values = {"commit": "a", "trees": provenance.collect("benchmarks/own.py")["trees"], "cases": [{"commit": "a"}]}
+    (tmp_path / "benchmarks" / "code.py").write_text("of another benchmark")
+    assert not registry.stale(values)
+    registry.current.cache_clear()
+    (tmp_path / changed).write_text("two")
+    assert registry.stale(values) == ["a"]
+    assert registry.stale({"commit": "a"}) == ["a"]  # nothing is known of its code
+    registry.current.cache_clear()

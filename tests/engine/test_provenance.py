@@ -51,6 +51,26 @@ def test_results_need_a_clean_checkout(checkout: Path, tmp_path: Path) -> None:
         check_file(kept)
 
 
+def test_hashes_are_those_of_git_also_without_git(checkout: Path) -> None:
+    for name in ("vllm_mtpc/heads/a.py", "vllm_mtpc/heads.py", "proposers/a/b/c.py", "kernels/run.sh", "tests/é.py"):
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / name).write_text(name)
+    (checkout / "kernels" / "run.sh").chmod(0o755)
+    (checkout / "vllm_mtpc" / "kernels").symlink_to("../kernels")
+    subprocess.run(["git", "add", "."], cwd=checkout, check=True)
+    command = ["git", "write-tree"]
+    tree = subprocess.run(command, cwd=checkout, check=True, capture_output=True, text=True).stdout.strip()
+    (checkout / "proposers" / "a" / "__pycache__").mkdir()
+    found = provenance.collect("tests")["trees"]
+    assert found.keys() == {*provenance.FOLDERS, "tests"}
+    for path, known in found.items():
+        command = ["git", "rev-parse", f"{tree}:{path}"]
+        assert subprocess.run(command, cwd=checkout, capture_output=True, text=True).stdout.strip() == known, path
+    assert provenance.collect("/elsewhere/pytest/__main__.py")["trees"] == {
+        path: found[path] for path in provenance.FOLDERS
+    }
+
+
 def test_every_result_file_names_its_commit() -> None:
     read = {file.name: json.loads(file.read_text(encoding="utf-8")) for file in FILES}
     # distributions are measured one case after the other, each on a commit of its own

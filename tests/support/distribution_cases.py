@@ -205,7 +205,7 @@ def measure(folder: Path, target: LlamaForCausalLM, name: str, count: int, lengt
 def keep(measured: dict[str, Any], file: Path) -> None:
     """Write it to `file`, in the place of what was measured of the case before."""
     kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"cases": {}}
-    kept["cases"][measured["case"]] = {**measured, **provenance.collect()}
+    kept["cases"][measured["case"]] = {**measured, **provenance.collect("tests")}
     file.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -90,7 +90,9 @@ def page() -> str:
     passed, failed, skipped = (sum(entry[end] for entry in entries) for end in ("passed", "failed", "skipped"))
     runs = sorted({(entry["day"], entry["commit"]) for entry in [*entries, *outcome["cells"]]})
     ran = f"The runs: {', '.join(f'{day} (`{commit[:9]}`)' for day, commit in runs)}; {device}, vLLM "
-    ran += f"{versions['vllm']}, Python {versions['python']}. Each test counts as it last ran: {passed} passed, "
+    ran += f"{versions['vllm']}, Python {versions['python']}. Each test counts as it last ran: {passed} passed "
+    older = sum(entry["passed"] for entry in entries if entry["commit"] != outcome["commit"])
+    ran += f"({older} of them at earlier commits than `{outcome['commit'][:9]}`), "
     ran += f"{failed} failed, {skipped} were skipped. `python -m tests.claims` lists them."
     days = {cell["test"]: cell["day"] for cell in outcome["cells"]}
     tests = [f"{number}. `tests/{test.replace('::', '`: `')}`, {days[test]}" for test, number in numbers.items()]

@@ -28,7 +28,7 @@ class Outcome:
     """The plugin that writes FILE; on the controller alone, where workers run the tests."""
 
     def __init__(self, file: Path) -> None:
-        self.file, self.source, self.start = file, provenance.collect(), time.monotonic()
+        self.file, self.source, self.start = file, provenance.collect("tests"), time.monotonic()
         self.reports: dict[str, list[pytest.TestReport]] = defaultdict(list)  # of a test's setup, call and teardown
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -62,31 +62,37 @@ class Outcome:
         for (function, kind), entry in ran.items():
             tests.setdefault(function, {})[kind] = entry
         known = {f"tests/{file}::{name}" for file, names in claims.functions().items() for name in names}
+        tests = {name: kinds for name, kinds in sorted(tests.items()) if name in known}
         merged = {tuple(cell.pop(name) for name in NAMES): cell for cell in map(dict, before.get("cells", []))} | cells
+        named = [
+            dict(zip(NAMES, key, strict=True)) | cell
+            for key, cell in sorted(merged.items())
+            if f"tests/{key[-1]}" in known
+        ]
+        runs = {one["commit"]: one["trees"] for one in [*before.get("runs", []), before] if "trees" in one}
+        passes = [*named, *(entry for kinds in tests.values() for entry in kinds.values())]
+        others = {one["commit"] for one in passes} - {self.source["commit"]}
         return {
             "kind": "tests",
             **self.source,
             "command": self.source["command"].replace("__main__.py", "pytest", 1),
             "minutes": round((time.monotonic() - self.start) / 60, 1),
-            "tests": {name: kinds for name, kinds in sorted(tests.items()) if name in known},
-            "cells": [
-                dict(zip(NAMES, key, strict=True)) | cell
-                for key, cell in sorted(merged.items())
-                if f"tests/{key[-1]}" in known
-            ],
+            "runs": [{"commit": one, "trees": trees} for one, trees in sorted(runs.items()) if one in others],
+            "tests": tests,
+            "cells": named,
         }
 
 
 def as_text(values: dict[str, Any]) -> str:
-    """Return JSON with a line for each test and each cell."""
+    """Return JSON with a line for each run, test and cell."""
     parts = []
     for key, value in values.items():
         text = json.dumps(value, ensure_ascii=False)
         if key == "tests":
             lines = [f"  {json.dumps(name)}: {json.dumps(kinds, ensure_ascii=False)}" for name, kinds in value.items()]
             text = "{\n" + ",\n".join(lines) + "\n }"
-        elif key == "cells":
-            text = "[\n" + ",\n".join(f"  {json.dumps(cell, ensure_ascii=False)}" for cell in value) + "\n ]"
+        elif key in ("runs", "cells"):
+            text = "[\n" + ",\n".join(f"  {json.dumps(one, ensure_ascii=False)}" for one in value) + "\n ]"
         parts.append(f" {json.dumps(key)}: {text}")
     return "{\n" + ",\n".join(parts) + "\n}\n"
 

