@@ -3,7 +3,7 @@
 A table is between ``<!-- NAME: made by benchmarks.numbers -->`` and ``<!-- end -->``; NAME is a key of ``BLOCKS``. A
 number in a sentence is between ``<!-- FILE PATH FORMAT -->`` and ``<!-- end -->``: FILE is a result, or a packaged head
 (``head/btree``: its provenance.json), PATH leads to the value (``rows[circuit=ff,steps=0].t1.tokens_per_step``), FORMAT
-is Python's (``.2f``).
+is Python's (``.2f``, ``.9s`` for a commit).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.serve_tables import content, table
 from vllm_mtpc.engine import provenance
 
 BLOCK = re.compile(r"(<!-- ([\w ]+): made by benchmarks\.numbers -->\n?).*?(<!-- end -->)", re.DOTALL)
-VALUE = re.compile(r"(<!-- ([\w/-]+) (\S+) ([.,\d]*[%fd]) -->).*?(<!-- end -->)", re.DOTALL)
+VALUE = re.compile(r"(<!-- ([\w/-]+) (\S+) ([.,\d]*[%fds]) -->).*?(<!-- end -->)", re.DOTALL)
 STEP = re.compile(r"(\w+)(?:\[([^]]+)\])?\.?")
 COMPONENTS = {  # rows of a sweep, as shown
     "shared": "btree r=4, a row for each component",
