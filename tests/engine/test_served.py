@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from vllm.v1.metrics import loggers
 
 from tests.support.peers import change, make_mimo
 from vllm_mtpc import demo
@@ -38,6 +40,16 @@ ALL_STEPS = """\
 vllm:spec_decode_steps_total{engine="0",model_name="demo"} 60.0
 vllm:spec_decode_drafts_pruned_total{by="schedule",engine="0",model_name="demo"} 80.0
 """
+OUTPUTS = """\
+# TYPE vllm:time_to_first_token_seconds histogram
+vllm:time_to_first_token_seconds_bucket{engine="0",le="+Inf",model_name="demo"} 4.0
+vllm:time_to_first_token_seconds_count{engine="0",model_name="demo"} 4.0
+vllm:time_to_first_token_seconds_sum{engine="0",model_name="demo"} 0.5
+# TYPE vllm:inter_token_latency_seconds histogram
+vllm:inter_token_latency_seconds_bucket{engine="0",le="+Inf",model_name="demo"} 26.0
+vllm:inter_token_latency_seconds_count{engine="0",model_name="demo"} 26.0
+vllm:inter_token_latency_seconds_sum{engine="0",model_name="demo"} 1.5
+"""
 SETTING = Setting(clients=2, temperature=0.0, max_tokens=4, prompts=3)
 
 
@@ -58,6 +70,17 @@ def test_tokens_per_step_is_over_all_steps() -> None:
     assert read == Acceptance(10, 30, 15, (9, 5, 1), 60)
     assert (read + read).tokens_per_step == read.tokens_per_step == 1.25 and read.tokens_per_drafted_step == 2.5
     assert read + read - read == read
+
+
+def test_tokens_per_step_of_other_methods_is_over_all_steps() -> None:
+    """ngram drafts in ten steps of thirty; plain vLLM has no counters of drafts."""
+    read = Acceptance.read(PROMETHEUS + OUTPUTS)
+    assert read == Acceptance(10, 30, 15, (9, 5, 1), 30)
+    assert read.tokens_per_step == 1.5 and read.tokens_per_drafted_step == 2.5
+    assert Acceptance.read(PROMETHEUS + OUTPUTS + ALL_STEPS).steps == 60  # a head counts its steps
+    assert Acceptance.read(OUTPUTS) == Acceptance()
+    names = set(re.findall(r'"(vllm:\w+)"', Path(loggers.__file__).read_text(encoding="utf-8")))
+    assert {"vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds"} <= names  # as the installed vLLM
 
 
 class FakeClient:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
 
 DEFINITIONS = (
     "tokens/step: tokens a request gains in one step of the target, the target's own token included, over all steps "
@@ -13,6 +12,7 @@ DEFINITIONS = (
     "acceptance per position: drafts accepted at position k, divided by all drafted steps (unconditional)."
 )
 _PREFIX = "vllm:spec_decode_"
+_OUTPUTS = ("vllm:time_to_first_token_seconds_count", "vllm:inter_token_latency_seconds_count")  # of all requests
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Acceptance:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     accepted_per_position: tuple[int, ...] = ()
-    steps: int = 0  # of single requests, all of them; 0 if not counted (other methods)
+    steps: int = 0  # of single requests, all of them: by a head's counter, else those that returned tokens
 
     @property
     def tokens_per_step(self) -> float:
@@ -45,20 +45,19 @@ class Acceptance:
         return self._combine(earlier, -1)
 
     def _combine(self, other: Acceptance, sign: int) -> Acceptance:
-        def combine(mine: Any, its: Any) -> Any:
-            if isinstance(mine, int):
-                return mine + sign * its
-            return tuple(a + sign * b for a, b in zip_longest(mine, its, fillvalue=0))
-
-        return Acceptance(*map(combine, astuple(self), astuple(other)))
+        mine, its, name = vars(self), vars(other), "accepted_per_position"
+        counts = {key: mine[key] + sign * its[key] for key in mine if key != name}
+        positions = zip_longest(mine[name], its[name], fillvalue=0)
+        return Acceptance(**counts, accepted_per_position=tuple(a + sign * b for a, b in positions))
 
     @classmethod
     def read(cls, metrics: str) -> Acceptance:
         """Read the text of a server's /metrics: counters since its start, summed over engines."""
         from prometheus_client.parser import text_string_to_metric_families
 
-        found, accepted = Counter[str](), Counter[int]()  # by name; accepted drafts by position
+        found, accepted, outputs = Counter[str](), Counter[int](), 0  # by name; accepted drafts by position
         for family in text_string_to_metric_families(metrics):
+            outputs += sum(int(sample.value) for sample in family.samples if sample.name in _OUTPUTS)
             for sample in family.samples if family.name.startswith(_PREFIX) else ():
                 name = sample.name.removeprefix(_PREFIX).removesuffix("_total")
                 found[name] += int(sample.value)
@@ -66,4 +65,4 @@ class Acceptance:
                     accepted[int(sample.labels["position"])] += int(sample.value)
         per_position = tuple(count for _, count in sorted(accepted.items()))
         counts = found["num_drafts"], found["num_draft_tokens"], found["num_accepted_tokens"]
-        return cls(*counts, per_position, found["steps"])
+        return cls(*counts, per_position, found["steps"] or (outputs if found else 0))
