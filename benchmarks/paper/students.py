@@ -10,7 +10,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from multiprocessing import get_context
 from pathlib import Path
@@ -139,24 +139,28 @@ def kept(file: Path = FILE) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8"))["cases"] if file.is_file() else {}
 
 
-def mean_of(values: Sequence[float], of_texts: float | None = None, spread: float = 0.0) -> tuple[float, float | None]:
-    """Return the mean over seeds and its standard error; None: one seed without an error of texts.
+def over_seeds(
+    key: str, by_seed: Mapping[int, float], of_texts: float | None = None, spread: float = 0.0
+) -> dict[str, Any]:
+    """Return the cell `key`, the mean over seeds, with its standard error; None: one seed without an error of texts.
 
     The error has two parts: that of the held-out texts, which are the same for all seeds, and that of the seeds; of one
     seed it is `spread`.
     """
-    if len(values) == 1:
-        return values[0], None if of_texts is None else math.hypot(of_texts, spread)
-    return fmean(values), math.hypot(of_texts or 0.0, stdev(values) / math.sqrt(len(values)))
+    values = [*by_seed.values()]
+    if len(values) > 1:
+        spread = stdev(values) / math.sqrt(len(values))
+    error = None if of_texts is None and len(values) == 1 else math.hypot(of_texts or 0.0, spread)
+    cells = {key: fmean(values), "standard_error": error, "seeds": len(values)}
+    return {**cells, "by_seed": by_seed, "of_texts": of_texts or 0.0}  # to compare two rows
 
 
-def averaged(rows: Sequence[Mapping[str, Any]], spread: float) -> dict[str, Any]:
+def averaged(rows: Mapping[int, Mapping[str, Any]], spread: float) -> dict[str, Any]:
     """Return the means of the cells over seeds, with the standard error of tokens/step."""
-    means: dict[str, Any] = {key: fmean(row[key] for row in rows) for key in ("right", "shuffled")}
-    of_texts = fmean(row["standard_error"] for row in rows)
-    values = [row["tokens_per_step"] for row in rows]
-    means["tokens_per_step"], means["standard_error"] = mean_of(values, of_texts, spread)
-    return {**means, "seeds": len(rows)}
+    means = {key: fmean(row[key] for row in rows.values()) for key in ("right", "shuffled")}
+    of_texts = fmean(row["standard_error"] for row in rows.values())
+    by_seed = {seed: row["tokens_per_step"] for seed, row in rows.items()}
+    return {**means, **over_seeds("tokens_per_step", by_seed, of_texts, spread)}
 
 
 def main() -> None:

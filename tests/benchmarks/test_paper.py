@@ -63,6 +63,22 @@ def test_finding_follows_its_rows():
     assert "**does not hold** (-0.100 ± 0.014, +0.700 ± 0.014)" in claims("ptp-table-8", rows)[0].line()
 
 
+def test_students_are_compared_by_the_seeds_that_both_have() -> None:
+    """Seeds differ by 1, the students by 0.1 with each seed: errors of independent rows would hide the difference."""
+    cells = {"window": 8, "variant": "o-ptp", "standard_error": 0.6, "of_texts": 0.003}
+    by_seed = {2: {0: 1.0, 1: 2.0, 2: 9.0}, 4: {0: 1.11, 1: 2.09}}
+    rows = [{**cells, "n": n, "tokens_per_step": 1.5, "by_seed": by_seed[n]} for n in (2, 4)]
+    assert "**holds** (+0.100 ± 0.011)" in claims("ptp-table-8", rows)[0].line()
+    del rows[1]["by_seed"][1]
+    assert "**within noise** (+0.000 ± 0.849)" in claims("ptp-table-8", rows)[0].line()
+
+
+def test_served_cells_have_no_error_of_the_expected_ones() -> None:
+    rows = json.loads(frame.result("mtpc-table-1").read_text(encoding="utf-8"))["rows"]
+    served = claims("mtpc-table-1", rows)[-1]
+    assert served.text.startswith("Served") and {one.error for one in served.differences} == {None}
+
+
 def test_published_numbers_fit_their_tables():
     assert frame.published().keys() <= command.TABLES.keys()
     for one in frame.published().values():
