@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from statistics import fmean, harmonic_mean, median, stdev
 from typing import Any
 
@@ -26,6 +26,7 @@ UNSEEN = {  # heads, by how their rows begin
     "btree": ("cpu", "btree (V1)"),
     "backbone [btree]": ("v2", "backbone (V2, its kernels interpreted)"),
 }
+KINDS = ("functions", "prose", "json")  # of unseen prompts
 UNDRAFTED_GOAL = 0.98  # of the CPU seconds of plain vLLM, with K=0
 
 Rows = dict[str, dict[tuple[float, int], dict[str, Any]]]  # by decoding, then temperature and clients
@@ -67,39 +68,45 @@ def show(row: dict[str, Any], *, has_range: bool = False, has_steps: bool = Fals
 
 def headline() -> str:
     """Return README's table."""
-    rows, cells = read("serve-demo-cpu"), [(t, c) for c in (1, 16) for t in (1.0, 0.0)]
-    columns = ["1 client, T=1", "1 client, T=0", "16 clients, T=1", "16 clients, T=0"]
-    shown = {"head `cp`": "cp", "head `btree` (default)": "btree", "ngram (vLLM's own)": "ngram"}
-    lines = [[name, *(f"{rows[key][cell]['speedup']:.2f}x" for cell in cells)] for name, key in shown.items()]
-    plain = ["plain vLLM, tok/s", *(show(rows["plain"][cell]) for cell in cells)]
+    rows = read("serve-demo-cpu")
+    shown = {"head `cp`": "cp", "head `btree`": "btree", "ngram (vLLM's own)": "ngram"}
+    lines = [[name, *(f"{rows[key][cell]['speedup']:.2f}x" for cell in CELLS)] for name, key in shown.items()]
+    plain = ["plain vLLM, tok/s", *(show(rows["plain"][cell]) for cell in CELLS)]
     size = content("head/target")["figures"]["parameters"]
-    return table(f"demo target ({size / 1e6:.1f}M parameters, bytes)", [plain, *lines], columns)
+    commit = content("serve-demo-cpu")["commit"][:8]
+    return table(f"demo target ({size / 1e6:.1f}M parameters, bytes), commit {commit}", [plain, *lines])
 
 
 def demo() -> str:
     """Return the table of the demo target."""
-    return table("", [[name, *(show(row[cell]) for cell in CELLS)] for name, row in read("serve-demo-cpu").items()])
+    rows = read("serve-demo-cpu")
+    return table("", [[name, *(show(row[cell], has_range=True) for cell in CELLS)] for name, row in rows.items()])
 
 
-def identical() -> str:
+def identical(ours: bool) -> str:
     """Return how many greedy outputs of the demo equal plain vLLM's; a decoding has one check for all its cells."""
-    checks = [one[0.0, 1]["identical"] for name, one in read("serve-demo-cpu").items() if name != "plain"]
+    found = [one[0.0, 1] for one in read("serve-demo-cpu").values()]
+    checks = [row["identical"] for row in found if row["identical"] and row["ours"] == ours]
     same, asked = map(sum, zip(*checks, strict=True))
     return f"{same:,} of {asked:,}"
 
 
 def unseen() -> str:
     """Return tokens/step (speed-up) of one client by kind of prompt; tokens/step of all, which are as many of each."""
-    kinds, lines = ("functions", "prose", "json"), []
-    for (name, (where, shown)), more in itertools.product(UNSEEN.items(), ("", ", every draft")):
-        rows = [read(f"unseen-{kind}-{where}")[name + more] for kind in kinds]
+    lines = []
+    for (name, (_, shown)), more in itertools.product(UNSEEN.items(), ("", ", every draft")):
         line = [shown + more]
         for temperature in (1.0, 0.0):
-            cells = [row[temperature, 1] for row in rows]
-            line += [f"{cell['tokens_per_step']:.2f} ({cell['speedup']:.2f}x)" for cell in cells]
-            line.append(f"{harmonic_mean([cell['tokens_per_step'] for cell in cells]):.2f}")
+            cells, mean = unseen_cells(name, more, temperature)
+            line += [*(f"{cell['tokens_per_step']:.2f} ({cell['speedup']:.2f}x)" for cell in cells), mean]
         lines.append(line)
-    return table("tokens/step", lines, [f"{kind}, T={t}" for t in (1, 0) for kind in (*kinds, "all")])
+    return table("tokens/step", lines, [f"{kind}, T={t}" for t in (1, 0) for kind in (*KINDS, "all")])
+
+
+def unseen_cells(name: str, more: str = "", temperature: float = 1.0) -> tuple[list[dict[str, Any]], str]:
+    """Return the rows of a head by kind of prompt, and tokens/step of all."""
+    cells = [read(f"unseen-{kind}-{UNSEEN[name][0]}")[name + more][temperature, 1] for kind in KINDS]
+    return cells, f"{harmonic_mean([cell['tokens_per_step'] for cell in cells]):.2f}"
 
 
 def subword() -> str:
@@ -119,9 +126,10 @@ def others() -> str:
 
 
 def span() -> str:
-    """Return the range of default serving on the other targets."""
+    """Return the range of default serving on the other targets, and the share of slower cells."""
     found = [row["speedup"] for target in TARGETS for row in read(f"other-{target}-cpu")["default"].values()]
-    return f"{min(found):.2f}x to {max(found):.2f}x"
+    slower = sum(speedup < 1 for speedup in found)
+    return f"{min(found):.2f}x to {max(found):.2f}x; {slower} of {len(found)} cells are slower than plain vLLM"
 
 
 def draft() -> str:
@@ -183,9 +191,11 @@ def count(cells: list[list[float]], goal: float = GOAL) -> str:
     below = sum(max(ratios) < goal for ratios in cells)
     logs = [math.log(value) for value in medians]
     mean, error = math.exp(fmean(logs)), stdev(logs) / len(logs) ** 0.5
+    slower = sum(value < 1 for value in medians)
     return (
-        f"{min(medians):.2f}x to {max(medians):.2f}x; {reached} of {len(cells)} cells reach {goal}x by the median; "
-        f"below it in every round: {below}; geometric mean {mean:.3f}x ± {mean * error:.3f}."
+        f"{min(medians):.2f}x to {max(medians):.2f}x; {reached} of {len(cells)} cells reach {goal}x by the median, "
+        f"{slower} are below 1x; below {goal}x in every round: {below}; "
+        f"geometric mean {mean:.3f}x ± {mean * error:.3f}."
     )
 
 
@@ -193,8 +203,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "headline": headline,
     "span": span,
     "demo": demo,
-    "identical": identical,
+    "identical": partial(identical, ours=True),
+    "identical ngram": partial(identical, ours=False),
     "unseen": unseen,
+    **{f"unseen {name.partition(' ')[0]}": lambda name=name: unseen_cells(name)[1] for name in UNSEEN},
     "others": others,
     "subword": subword,
     "draft": draft,
