@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.parts import Part, Programme
 
 MTPC = [sys.executable, "-m", "vllm_mtpc"]
+ALL_DRAFTS = {"num_speculative_tokens_per_batch_size": "off", "min_acceptance": 0}
+IEEE = {"TRITON_F32_DEFAULT": "ieee"}  # as in tests/support/forks.py
 
 
 def words(*given: Any, **options: Any) -> list[str]:
@@ -38,6 +41,16 @@ def bench_serve(
     common["logs"] = out.with_suffix("")
     command = words(*MTPC, "bench", "serve", peers=list(peers), **{**common, **options})
     return Part(name, seconds, command, out, needs, environment or {})
+
+
+def windowed(programme: Programme, name: str, seconds: float, cache_gib: int = 2, **options: Any) -> Part:
+    """The same options by `benchmarks.gpu.window`: all engines at once, each with so much KV cache."""
+    size = {"kv_cache_memory_bytes": programme.size(cache_gib << 30, 256 << 20), "gpu_memory_utilization": 0.05}
+    given = {**options, "engine": {**size, **options.get("engine", {})}}
+    part = bench_serve(programme, name, seconds, **given)
+    until = programme.size(seconds - 20, None)  # the last pass and the ends of engines take the rest
+    program = words(sys.executable, "-m", "benchmarks.gpu.window", until=until)
+    return replace(part, command=[*program, *part.command[part.command.index("serve") :]])
 
 
 def trained(programme: Programme, name: str, folder: Path, seconds: float, **options: Any) -> Part:

@@ -32,7 +32,7 @@ from vllm_mtpc.report import check_file, write_json
 
 LIMIT_S = 480.0
 GRACE_S = 15.0  # for engines to end
-REASON_LINES, KEPT_LINES = 40, 4  # of a log that are kept in the result: of a part that failed, of one that is done
+REASON_LINES, KEPT_LINES = 120, 40  # of a log that are kept in the result: of a part that failed, of one that is done
 SAME = ("hardware", "versions", "commit", "trees", "time", "command")  # written once for a stage
 DONE, FAILED = "done", "failed"
 
@@ -146,9 +146,8 @@ def run_stage(programme: Programme, stage: str, names: Sequence[str], limit_s: f
             part.result.unlink(missing_ok=True)  # of an earlier try
         values, has_run = run(part, programme, stage, time_left, commit), True
         record.keep(part, values)
-        print(f"{stage} {part.name}: {values['state']}, {values['seconds']} s", flush=True)
-        if values["state"] == FAILED:
-            print("\n".join([*values["log"], f"{stage} {part.name}: {values['reason']}"]), flush=True)
+        ended = f"{stage} {part.name}: {values['state']}, {values['seconds']} s {values.get('reason', '')}"
+        print("\n".join([*values["log"], ended]), flush=True)
     if left:
         print(f"{stage}: no time for {', '.join(left)}; the same command again goes on there")
     return 0 if all(record.is_done(part, commit, programme.engine) for part in wanted) else 1

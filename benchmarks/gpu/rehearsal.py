@@ -2,7 +2,6 @@
 
 python -m benchmarks.gpu.rehearsal target --out FOLDER          writes the target, and texts of random tokens
 python -m benchmarks.gpu.rehearsal states --target FOLDER ...   tokens/s of hidden states, vLLM and transformers
-python -m benchmarks.gpu.rehearsal greedy --target FOLDER ...   greedy tokens with a head, compared with plain vLLM
 
 The text is noise: tokens/s, memory and equality are measured, acceptance is not.
 """
@@ -13,12 +12,9 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine_child import started
-from vllm_mtpc.bench.decodings import engine_arguments
 from vllm_mtpc.cli import guard
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.errors import UsageError
@@ -56,28 +52,24 @@ def main(words: list[str] | None = None) -> int:
     add("--toy", action="store_true")
     add("--texts", type=int, required=True, metavar="N")
     add("--length", type=int, required=True, metavar="T", help="tokens of a text")
-    for name in ("states", "greedy"):
-        add = actions.add_parser(name).add_argument
-        add("--target", type=Path, required=True, metavar="FOLDER")
-        add("--engine", type=json.loads, default={}, metavar="JSON", help="more arguments of every engine")
-        add("--json", type=Path, required=True, metavar="FILE")
-        if name == "states":
-            add("--rows", type=int, required=True, metavar="N")
-            add("--rounds", type=int, default=3, metavar="N")
-            add("--dtype", choices=TOLERANCE, required=True)
-        else:
-            add("--head", type=Path, required=True, metavar="FOLDER")
-            add("--prompts", type=int, default=8, metavar="N")
-            add("--tokens", type=int, default=32, metavar="N")
+    add = actions.add_parser("states").add_argument
+    add("--target", type=Path, required=True, metavar="FOLDER")
+    add("--engine", type=json.loads, default={}, metavar="JSON", help="more arguments of every engine")
+    add("--json", type=Path, required=True, metavar="FILE")
+    add("--rows", type=int, required=True, metavar="N")
+    add("--rounds", type=int, default=3, metavar="N")
+    add("--dtype", choices=TOLERANCE, required=True)
     args = parser.parse_args(words)
-    run = {"target": make_target, "states": measure_states, "greedy": compare_greedy}[args.action]
+    run = {"target": make_target, "states": measure_states}[args.action]
     return guard(PROG, lambda: run(args))
 
 
 def make_target(args: argparse.Namespace) -> int:
-    """Write the weights, and OUT/texts.jsonl: a prompt and a response each, of ids that are as frequent as words."""
+    """Write weights, a tokenizer of bytes, and OUT/texts.jsonl: prompts and responses of ids as frequent as words."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
+
+    from benchmarks.demo.byte_target import build_tokenizer
 
     config = Qwen3Config(
         **(TOY if args.toy else QWEN3_06B),
@@ -92,6 +84,7 @@ def make_target(args: argparse.Namespace) -> int:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(args.out)
+    build_tokenizer().save_pretrained(args.out)
     frequency = 1 / torch.arange(1, COMMON_IDS + 1, dtype=torch.float64)  # Zipf's law
     texts = torch.multinomial(frequency, args.texts * args.length, replacement=True).view(args.texts, -1).tolist()
     records = ({"prompt_ids": text[:16], "response_ids": text[16:]} for text in texts)
@@ -162,49 +155,6 @@ def measure_states(args: argparse.Namespace) -> int:
 
 def median_difference(one: Any, other: Any) -> float:
     return ((one - other).norm(dim=-1) / other.norm(dim=-1)).median().item()
-
-
-def compare_greedy(args: argparse.Namespace) -> int:
-    """Compare the greedy tokens of an engine with the head with those of plain vLLM, in float32.
-
-    Raises:
-        UsageError: They differ, or nothing was drafted.
-    """
-    import torch
-
-    on_gpu, prompts = torch.cuda.is_available(), [text[:16] for text in read_texts(args.target)[: args.prompts]]
-    engine = engine_arguments(str(args.target), "float32", 256, len(prompts), on_gpu, args.engine)
-    engine |= {"skip_tokenizer_init": True}
-    drafting = {"method": "mtpc", "model": str(args.head), "min_acceptance": 0}
-    drafting |= {"num_speculative_tokens_per_batch_size": "off"}
-    replies = {}
-    for name, more in {"plain": {}, "head": {"speculative_config": drafting}}.items():
-        log = args.json.with_suffix(f".{name}.log")
-        with started(generate, engine | more, log, {"tokens": args.tokens}, [prompts]) as child:
-            replies[name] = child.answer()
-    pairs = zip(replies["plain"]["texts"], replies["head"]["texts"], strict=True)
-    equal, drafts, accepted = sum(a == b for a, b in pairs), *(replies["head"][key] for key in ("drafts", "accepted"))
-    shown = {"prompts": len(prompts), "equal": equal, "drafts": drafts, "accepted": accepted}
-    write_json(args.json, {**provenance.collect(), **shown})
-    if equal != len(prompts) or not drafts:
-        raise UsageError(f"{equal} of {len(prompts)} greedy texts equal plain vLLM's, {drafts} tokens were drafted")
-    print(f"{equal} of {len(prompts)} greedy texts equal plain vLLM's; {drafts} tokens drafted, {accepted} accepted")
-    return 0
-
-
-def generate(llm: Any, items: Iterator[list[list[int]]], tokens: int) -> Iterator[dict[str, Any]]:
-    """Yield the greedy tokens after prompts, and the numbers of draft tokens, in the engine's process."""
-    from vllm import SamplingParams
-
-    how = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    for prompts in items:
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], how, use_tqdm=False)
-        counts = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
-        yield {
-            "texts": [list(output.outputs[0].token_ids) for output in outputs],
-            "drafts": counts.get("vllm:spec_decode_num_draft_tokens", 0),
-            "accepted": counts.get("vllm:spec_decode_num_accepted_tokens", 0),
-        }
 
 
 if __name__ == "__main__":

@@ -10,21 +10,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.commands import MTPC, bench_serve, trained, words
+from benchmarks.gpu.commands import ALL_DRAFTS, IEEE, MTPC, bench_serve, trained, windowed, words
 from benchmarks.gpu.drafters import TOY, drafters_in
 from benchmarks.gpu.parts import Part, Programme
 from benchmarks.gpu.train_stage import train
 from vllm_mtpc import demo
 
 # the first failure ends it, with the reason: time on a GPU is short
-PYTEST = [sys.executable, "-m", "pytest", "-q", "-ra", "-x"]
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-ra", "-x", "--tb=short"]
 PASSED = r"\b[1-9]\d* passed"  # pytest ends with 0 where every test was skipped
 # those of test_compiled.py need no GPU
 KERNELS = [*(f"tests/kernels/test_{name}.py" for name in ("small_kernels", "filter", "draft")),
            "tests/heads/test_draft_params.py"]  # fmt: skip
 CLIENTS = [1, 2, 4, 8, 16, 32, 64, 256]
-TOGETHER = {"order": "interleaved", "engine": {"kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.05}}
-EVERY_DRAFT = "every draft=" + json.dumps({"num_speculative_tokens_per_batch_size": "off", "min_acceptance": 0})
+EVERY_DRAFT = "every draft=" + json.dumps(ALL_DRAFTS)
+INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
+NOT_COMPILED = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}}
 
 
 # tests
@@ -37,7 +38,6 @@ def tests(programme: Programme) -> list[Part]:
     compared there with VLLM_BATCH_INVARIANT=1.
     """
     on_gpu = {"MTPC_TEST_GPU": "1", "MTPC_TEST_ENGINE": json.dumps(programme.engine)}
-    ieee = {"TRITON_F32_DEFAULT": "ieee"}  # as in tests/support/forks.py
 
     def tested(name: str, seconds: float, *selected: str) -> Part:
         # at toy size the selection alone: these run on the CPU in every run of all tests
@@ -49,15 +49,6 @@ def tests(programme: Programme) -> list[Part]:
         environment = programme.size(on_gpu, {"MTPC_TEST_GPU": "toy"})
         return Part("graphs-sleep-seeds", 300, command, environment=environment, proof=PASSED)
 
-    def identity(name: str, heads: Sequence[str], seconds: float, dtype: str, **environment: str) -> Part:
-        sizes = programme.size(
-            {"concurrency": 32, "prompts": 96, "max_tokens": 128},
-            {"concurrency": 2, "prompts": 4, "max_tokens": 16},
-        )
-        folders = {"target": demo.path("target"), "heads": [demo.path(head) for head in heads]}
-        how = {**folders, **TOGETHER, "dtype": dtype, "temperature": 0, **sizes}
-        return bench_serve(programme, name, seconds, environment=environment, **how)
-
     first, every = (
         f"tests/e2e/test_distribution.py::test_distribution_of_{what}_tokens" for what in ("the_first", "all")
     )
@@ -65,9 +56,8 @@ def tests(programme: Programme) -> list[Part]:
         tested("kernels", 240, *KERNELS, "-m", "not slow"),
         tested("distribution", 150, first, "-k", "not V1"),
         only_a_gpus(),
-        identity("identity-float32", programme.size(["ff", "cp", "hmm", "btree"], ["btree"]), 300, "float32", **ieee),
-        identity("identity-bfloat16", ["btree"], 200, "bfloat16", VLLM_BATCH_INVARIANT="1"),
-        identity("identity-ptp", ["late"], 200, "float32", **ieee),
+        identity(programme, "identity-float32", ["ff", "cp", "hmm", "btree", "late"], 300, environment=IEEE),
+        identity(programme, "identity-bfloat16", ["btree"], 200, dtype="bfloat16", environment=INVARIANT),
         tested("greedy", 300, "tests/e2e/test_matrix.py", "-k", "every_batch and v2"),
         tested("grammar", 400, "tests/e2e/test_grammar.py", "-k", "v2 and not distribution"),  # 10,000 answers
         tested("grammar-distribution", 200, "tests/e2e/test_grammar.py", "-k", "v2 and distribution"),
@@ -84,9 +74,37 @@ def tests(programme: Programme) -> list[Part]:
         tested("distribution-13-kinds", 480, f"{every}[13 kinds, btree, bad]"),
         tested("distribution-faults", 300, every, "-k", "fault and not V1 and not ptp"),
     ]
-    # A CPU has no batch-invariant mode, and PTP heads are interpreted there, for minutes
-    left_out = programme.size((), ("identity-bfloat16", "identity-ptp"))
-    return [part for part in parts if part.name not in left_out]
+    # A CPU has no batch-invariant mode
+    return [part for part in parts if part.name != programme.size(None, "identity-bfloat16")]
+
+
+def identity(programme: Programme, name: str, heads: Sequence[str], seconds: float, **options: Any) -> Part:
+    """Greedy answers of the demo's heads compared with plain vLLM's; on a CPU PTP heads would take minutes."""
+    folders = {"target": demo.path("target"), "heads": [*map(demo.path, programme.size(heads, ["btree"]))]}
+    how = programme.size({"concurrency": 32, "prompts": 96}, {"concurrency": 2, "prompts": 4, "max_tokens": 16})
+    return windowed(programme, name, seconds, **{"dtype": "float32", "temperature": 0, **folders, **how, **options})
+
+
+# window
+
+
+def window(programme: Programme) -> list[Part]:
+    """15 minutes of a GPU, what is worth most first: identity, speed on the demo, distributions, an 8B model."""
+    how = programme.size(
+        {"dtype": "bfloat16", "concurrency": [1, 16, 64], "prompts": 8},
+        {"concurrency": 1, "prompts": 2, "max_tokens": 8},
+    )
+    names = programme.size(("btree", demo.BACKBONE, "late"), ("btree",))
+    on_demo = {"target": demo.path("target"), "heads": [*map(demo.path, names)], "temperature": [0, 1], **how}
+    make, of_8b = synthetic(programme, *programme.size(("llama-8b", "btree", 8, 8), ("1x64", "btree", 4, 2)))
+    wanted, engine = ("btree", demo.BACKBONE, "late", "o-ptp"), programme.size(NOT_COMPILED, {})
+    return [
+        identity(programme, "identity", wanted, 200, environment=IEEE, engine=engine),
+        windowed(programme, "speed", 300, peers=programme.size(["ngram"], []), **on_demo),
+        next(part for part in tests(programme) if part.name == "distribution"),
+        make,
+        windowed(programme, "sizes", 200, cache_gib=3, **of_8b, **how),
+    ]
 
 
 # kernels
@@ -259,11 +277,10 @@ def serve(programme: Programme) -> list[Part]:
         "max_tokens": programme.size(128, 16),
         "dtype": programme.size("bfloat16", None),
     }
-    on_demo = {"target": demo.path("target"), **sizes, **TOGETHER}
-    on_demo |= programme.size({"concurrency": [1, 16, 256]}, {})
-    parts = [bench_serve(programme, "demo-ngram", 250, peers=["ngram"], **on_demo)]
-    for name in programme.size(("btree", demo.BACKBONE, "ff", "cp", "hmm"), ()):
-        parts.append(bench_serve(programme, f"demo-{name}", 360, heads=demo.path(name), variant=EVERY_DRAFT, **on_demo))
+    heads = [*map(demo.path, (*demo.CIRCUITS, demo.BACKBONE))]
+    of_heads = {"heads": heads, "variant": EVERY_DRAFT, "concurrency": [1, 16, 256]}
+    on_demo = {"target": demo.path("target"), **sizes, **programme.size(of_heads, {})}
+    parts = [windowed(programme, "demo", 480, peers=["ngram"], **on_demo)]
     own = programme.cache / "target"
     on_own = {"target": own, **sizes, **own_text(programme)}
     weights = own / "model.safetensors"
@@ -287,6 +304,17 @@ SYNTHETIC = [  # shape, circuit, n, r, chance of each further draft
 ]
 
 
+def synthetic(programme: Programme, shape: str, circuit: str, n: int, r: int) -> tuple[Part, dict[str, Any]]:
+    """The part that makes a random target and head, and how they are served."""
+    name = f"{shape}-{circuit}-n{n}-r{r}"
+    folder = programme.cache / "shapes" / name
+    sizes = {"shape": shape, "circuit": circuit, "window": n, "components": r, "out": folder}
+    head, weights = folder / "SYNTHETIC-head", folder / "SYNTHETIC-head" / "model.safetensors"
+    served = {"target": folder / "SYNTHETIC-target", "heads": head, "temperature": 1, "needs": [weights]}
+    make = words(sys.executable, "-m", "benchmarks.synthetic", **sizes)
+    return Part(f"make-{name}", 60, make, makes=weights), {**served, "engine": {"load_format": "dummy"}}
+
+
 def shapes(programme: Programme) -> list[Part]:
     """SYNTHETIC: random weights of real sizes, nearly flat distributions: all drafts are accepted, or as prescribed."""
     from benchmarks.child_process import INTERPRETED
@@ -294,30 +322,15 @@ def shapes(programme: Programme) -> list[Part]:
 
     parts = []
     for shape, circuit, n, r, chance in programme.size(SYNTHETIC, [("1x64", "btree", 4, 2, 0.7)]):
-        name = f"{shape}-{circuit}-n{n}-r{r}"
-        folder = programme.cache / "shapes" / name
-        sizes = {"shape": shape, "circuit": circuit, "window": n, "components": r, "out": folder}
-        make = words(sys.executable, "-m", "benchmarks.synthetic", **sizes)
-        head, target = folder / "SYNTHETIC-head", folder / "SYNTHETIC-target"
+        made, given = synthetic(programme, shape, circuit, n, r)
         prescribed = {"synthetic_acceptance_rates": parse_rates([chance], n - 1)}
         variant = f"SYNTHETIC {chance}=" + json.dumps({"rejection_sample_method": "synthetic", **prescribed})
         how = programme.size(
             {"concurrency": [1, 4, 16, 64, 256], "prompts": 4, "max_tokens": 64},
             {"concurrency": 1, "prompts": 2, "max_tokens": 8},
         )
-        given = {"target": target, "heads": head, "variant": variant, "temperature": 1, **how}
-        parts.append(Part(f"make-{name}", 60, make, makes=head / "model.safetensors"))
-        parts.append(
-            bench_serve(
-                programme,
-                f"serve-{name}",
-                440,
-                [head / "model.safetensors"],
-                engine={"load_format": "dummy"},
-                environment=programme.size({}, INTERPRETED),
-                **given,
-            )
-        )
+        given |= {"variant": variant, "environment": programme.size({}, INTERPRETED), **how}
+        parts += [made, bench_serve(programme, made.name.replace("make", "serve", 1), 440, **given)]
     return parts
 
 
@@ -437,6 +450,7 @@ def drafters(programme: Programme) -> list[Part]:
 
 
 STAGES: dict[str, Callable[[Programme], list[Part]]] = {
+    "window": window,
     "tests": tests,
     "kernels": kernels,
     "target": target,

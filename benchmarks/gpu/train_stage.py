@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
-from benchmarks.gpu.commands import MTPC, words
+from benchmarks.gpu.commands import ALL_DRAFTS, IEEE, MTPC, windowed, words
 from benchmarks.gpu.parts import Part, Programme
 
 
@@ -20,23 +20,23 @@ def train(programme: Programme) -> list[Part]:
     texts = programme.size({"texts": 8192, "length": 1024}, {"texts": 32, "length": 40})
     common = {"target": target, "engine": json.dumps({"max_model_len": 2048, **programme.engine})}
     rows = programme.size({"rows": 512, "rounds": 3}, {"rows": 8, "rounds": 1})
-    prompts = programme.size({"prompts": 8, "tokens": 32}, {"prompts": 2, "tokens": 8})
+    greedy = {"target": target, "data": target / "texts.jsonl", "dtype": "float32", "temperature": 0, "prompts": 8}
+    greedy |= programme.size({"concurrency": 8, "max_tokens": 32}, {"concurrency": 1, "max_tokens": 8})
+    drafting = {"method": "mtpc", "model": str(head), "num_speculative_tokens": programme.size(7, 3), **ALL_DRAFTS}
+    greedy |= {"peer": f"head={json.dumps(drafting)}", "environment": IEEE}
     options = {"states": "vllm", "head": "shared", "component_rank": 16, "token_rank": 32, "target_dtype": dtype}
     options |= programme.size(
         {"window": 8, "components": 8, "minutes": 4, "seq_len": 1024, "precision": "bf16", "evaluation_sequences": 8},
         {"window": 4, "components": 2, "max_steps": 2, "seq_len": 40, "windows_per_step": 8, "evaluation_sequences": 2},
     )
     options |= {"data": target / "texts.jsonl", "evaluation_tokens": programme.size(32, 8), "out": head}
-    weights, head_weights = target / "model.safetensors", head / "model.safetensors"
+    weights, head_weights, states = target / "model.safetensors", head / "model.safetensors", folder / "states.json"
     resume = ["--resume"] if any((head / "state").glob("step-*")) else []
-    states, greedy = folder / "states.json", folder / "greedy.json"
     compare_states = words(*tool, "states", dtype=dtype, **rows, **common, json=states)
-    compare_greedy = words(*tool, "greedy", head=head, **prompts, **common, json=greedy)
-    are_equal = {"states": r"\b[1-9]\d* rows of states are equal", "greedy": r"\b[1-9]\d* of \d+ greedy texts equal"}
-    ieee = {"TRITON_F32_DEFAULT": "ieee"}
+    are_equal = r"\b[1-9]\d* rows of states are equal"
     return [
         Part("target", 120, words(*tool, "target", *is_toy, out=target, **texts), makes=weights),
-        Part("states", 240, compare_states, states, [weights], proof=are_equal["states"]),
+        Part("states", 240, compare_states, states, [weights], proof=are_equal),
         Part("train", 460, words(*MTPC, "train", *resume, **common, **options), head / "provenance.json", [weights]),
-        Part("greedy", 240, compare_greedy, greedy, [head_weights], ieee, proof=are_equal["greedy"]),
+        windowed(programme, "greedy", 240, needs=[head_weights], **greedy),
     ]
