@@ -1,4 +1,8 @@
-"""`naive.pick` in Triton (README.md): sums of all blocks; then the block that u falls into, and the token in it."""
+"""`naive.pick` and `naive.select_tokens` in Triton (README.md).
+
+Masses are summed by blocks of the vocabulary; then each row's block, by u or by its largest logit, and the token in it
+are found. With trust every token is rated, P(v | u), and the best of the blocks' best is taken.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_mtpc.kernels.pick.quantile import ndtr, ndtri
+from vllm_mtpc.kernels.uniform.kernel import uniform_kernel
+
 BLOCK = 4096
+STATE = ("slot_ptr", "pos_ptr", "seed_ptr", "temperature_ptr")
+RATED = 1024  # tokens of a program that rates them: they are float64
+_HALF_STEP = tl.constexpr(2.0**-25)  # u is taken as the middle of its cell [u, u + 2^-24)
 
 
 @triton.jit
@@ -34,19 +44,39 @@ def _sum_blocks(logits_ptr, row_stride, top_ptr, sum_ptr, vocab_size, BLOCK: tl.
 
 
 @triton.jit
-def _pick_rows(
-    logits_ptr, row_stride, u_ptr, top_ptr, sum_ptr, token_ptr, vocab_size, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    num_blocks = (vocab_size + BLOCK - 1) // BLOCK
+def _load_block_sums(top_ptr, sum_ptr, row, num_blocks, BLOCKS: tl.constexpr):
+    """Return index, largest logit, exp(largest logit - that of the row) and mass of each block [BLOCKS]."""
     blocks = tl.arange(0, BLOCKS)
     mask = blocks < num_blocks
     tops = tl.load(top_ptr + row * num_blocks + blocks, mask=mask, other=float("-inf"))
     sums = tl.load(sum_ptr + row * num_blocks + blocks, mask=mask, other=0.0)
     scale = tl.where(tops > float("-inf"), tl.exp((tops - tl.max(tops, axis=0)).to(tl.float64)), 0.0)
-    mass = sums * scale
-    threshold = tl.load(u_ptr + row).to(tl.float64) * tl.sum(mass, axis=0)
+    return blocks, tops, scale, sums * scale
+
+
+@triton.jit
+def _load_u(slot_ptr, pos_ptr, seed_ptr, temperature_ptr, row):
+    """Return the u of a row's token, and whether its request is greedy."""
+    slot = tl.load(slot_ptr + row).to(tl.int64)
+    u = uniform_kernel(tl.load(seed_ptr + slot).to(tl.int64), tl.load(pos_ptr + row).to(tl.int64))
+    return u, tl.load(temperature_ptr + slot) == 0.0
+
+
+@triton.jit
+def _pick_rows(
+    logits_ptr, row_stride, u_ptr, slot_ptr, pos_ptr, seed_ptr, temperature_ptr, top_ptr, sum_ptr, token_ptr,
+    vocab_size, HAS_U: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    blocks, tops, scale, mass = _load_block_sums(top_ptr, sum_ptr, row, (vocab_size + BLOCK - 1) // BLOCK, BLOCKS)
+    if HAS_U:
+        u = tl.load(u_ptr + row)
+    else:
+        u, is_greedy = _load_u(slot_ptr, pos_ptr, seed_ptr, temperature_ptr, row)
+    threshold = u.to(tl.float64) * tl.sum(mass, axis=0)
     block = _first_over(mass, threshold, BLOCKS)
+    if not HAS_U:
+        block = tl.where(is_greedy, tl.argmax(tops, axis=0), block)
 
     is_chosen = blocks == block
     top = tl.max(tl.where(is_chosen, tops, float("-inf")), axis=0)
@@ -57,23 +87,68 @@ def _pick_rows(
     x = tl.load(logits_ptr + row * row_stride + token, mask=mask, other=float("-inf")).to(tl.float32)
     in_block = tl.where(x > float("-inf"), tl.exp(x - top), 0.0)
     index = _first_over(in_block.to(tl.float64), within, BLOCK)
+    if not HAS_U:
+        index = tl.where(is_greedy, tl.min(tl.where(x == top, tl.arange(0, BLOCK), BLOCK), axis=0), index)
     tl.store(token_ptr + row, tl.where(index < 0, vocab_size - 1, block * BLOCK + index).to(tl.int64))
+
+
+@triton.jit
+def _rate_blocks(
+    logits_ptr, row_stride, slot_ptr, pos_ptr, seed_ptr, temperature_ptr, top_ptr, sum_ptr, best_ptr, best_token_ptr,
+    vocab_size, TRUST: tl.constexpr, SPREAD: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Store the largest P(v | u) of each block of a row, and its token; of a greedy request the largest logit."""
+    row, block, num_blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    blocks, tops, scale, mass = _load_block_sums(top_ptr, sum_ptr, row, num_blocks, BLOCKS)
+    u, is_greedy = _load_u(slot_ptr, pos_ptr, seed_ptr, temperature_ptr, row)
+    top = tl.max(tl.where(blocks == block, tops, float("-inf")), axis=0)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
+    own = tl.where(x > float("-inf"), tl.exp(x - top), 0.0).to(tl.float64)
+    own *= tl.sum(tl.where(blocks == block, scale, 0.0), axis=0)
+    before = tl.sum(tl.where(blocks < block, mass, 0.0), axis=0)
+    total = tl.sum(mass, axis=0)
+    end = before + tl.cumsum(own, axis=0)
+    shift = TRUST * ndtri(u.to(tl.float64) + _HALF_STEP)
+    below_end = ndtr((ndtri(end / total) - shift) / SPREAD)
+    below_start = ndtr((ndtri((end - own) / total) - shift) / SPREAD)
+    rated = tl.where(own > 0.0, below_end - below_start, -1.0)
+    rated = tl.where(is_greedy, tl.where(x > float("-inf"), x, float("-inf")).to(tl.float64), rated)
+    tl.store(best_ptr + row * num_blocks + block, tl.max(rated, axis=0))
+    tl.store(best_token_ptr + row * num_blocks + block, block * BLOCK + tl.argmax(rated, axis=0))
 
 
 def pick(logits: Tensor, u: Tensor) -> Tensor:
     """Return `naive.pick`; half precisions are read as float32."""
-    num_rows, vocab_size = logits.shape
+    return _select(logits, u.contiguous(), dict.fromkeys(STATE, u), None)  # the state is not read
+
+
+def select_tokens(
+    logits: Tensor, slots: Tensor, pos: Tensor, seeds: Tensor, temperature: Tensor, trust: float | None = None
+) -> Tensor:
+    """Return `naive.select_tokens`; half precisions are read as float32."""
+    state = dict(zip(STATE, (slots.contiguous(), pos.contiguous(), seeds, temperature), strict=True))
+    return _select(logits, None, state, trust)
+
+
+def _select(logits: Tensor, u: Tensor | None, state: dict[str, Tensor], trust: float | None) -> Tensor:
+    """Return tokens [T] of logits [T, V] by u [T], or by the u of the rows' requests where it is None."""
+    (num_rows, vocab_size), block = logits.shape, BLOCK if trust is None else RATED
     token = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if not num_rows:
         return token
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    num_blocks = triton.cdiv(vocab_size, BLOCK)
-    top = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits.device)
-    sums = torch.empty(num_rows, num_blocks, dtype=torch.float64, device=logits.device)
+    grid = num_rows, triton.cdiv(vocab_size, block)
+    top, sums = (torch.empty(grid, dtype=dtype, device=logits.device) for dtype in (torch.float32, torch.float64))
     shared = {"logits_ptr": logits, "row_stride": logits.stride(0), "top_ptr": top, "sum_ptr": sums}
-    shared |= {"vocab_size": vocab_size, "BLOCK": BLOCK, "num_warps": 8}
-    _sum_blocks[(num_rows, num_blocks)](**shared)
-    blocks = triton.next_power_of_2(num_blocks)
-    _pick_rows[(num_rows,)](**shared, u_ptr=u.contiguous(), token_ptr=token, BLOCKS=blocks)
-    return token
+    shared |= {"vocab_size": vocab_size, "BLOCK": block, "num_warps": 8}
+    _sum_blocks[(num_rows, grid[1])](**shared)
+    shared |= state | {"BLOCKS": triton.next_power_of_2(grid[1])}
+    if trust is None:
+        _pick_rows[(num_rows,)](**shared, u_ptr=top if u is None else u, token_ptr=token, HAS_U=u is not None)
+        return token
+    best, tokens = torch.empty_like(sums), torch.empty(grid, dtype=torch.int64, device=logits.device)
+    rated = {"best_ptr": best, "best_token_ptr": tokens, "TRUST": trust, "SPREAD": (1 - trust * trust) ** 0.5}
+    _rate_blocks[(num_rows, grid[1])](**shared, **rated)
+    return tokens.gather(1, best.argmax(dim=1, keepdim=True))[:, 0]

@@ -2,12 +2,21 @@
 
 Q is softmax(logits). Where rounding leaves no such j, it is the last token with mass. Logits of -inf or NaN have no
 mass; in a row without any mass the last index is picked.
+
+Trust r: a row gives P, near Q but not equal to it. Let the target's token be Pick(u', P), with Phi^-1(u) and
+Phi^-1(u') standard normals of correlation r. With F the distribution function of P,
+
+    P(v | u) = Phi((a_v - r b) / sqrt(1 - r^2)) - Phi((a_(v-1) - r b) / sqrt(1 - r^2)),   a = Phi^-1(F), b = Phi^-1(u)
+
+The mean of P(v | u) over u is P(v); r = 1 is Pick, r = 0 is P itself.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from vllm_mtpc.kernels.uniform.naive import BITS, uniform
 
 BELOW_ONE = 1 - 2**-50  # times a sum in float64 it is below the sum
 
@@ -25,3 +34,47 @@ def of_mass(mass: Tensor, u: Tensor) -> Tensor:
     cumulative = mass.cumsum(dim=-1, dtype=torch.float64)
     level = u.double().clamp(max=BELOW_ONE)[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, level, right=True)[:, 0].clamp(max=mass.shape[1] - 1)  # in a row of NaN
+
+
+def conditional(logits: Tensor, u: Tensor, trust: float) -> Tensor:
+    """Return P(v | u) as above; tokens without mass (-inf, NaN) have none.
+
+    Args:
+        logits: [..., V], of P.
+        u: [...] in [0, 1), multiples of 2^-24.
+        trust: r, below 1.
+
+    Returns:
+        [..., V] float64.
+    """
+    mass = torch.where(logits > -torch.inf, logits, -torch.inf).double().softmax(-1)
+    below = mass_below(mass.cumsum(-1).clamp(max=1), u[..., None], trust)
+    below[..., -1] = 1
+    return below.diff(dim=-1, prepend=torch.zeros_like(below[..., :1]))
+
+
+def mass_below(cumulative: Tensor, u: Tensor, trust: float) -> Tensor:
+    """P(u' < F | u) of float64 F; u is taken as the middle of its cell [u, u + 2^-24), so it is never 0 or 1."""
+    shifted = torch.special.ndtri(cumulative) - trust * torch.special.ndtri(u.double() + 0.5**BITS / 2)
+    return torch.special.ndtr(shifted / (1 - trust * trust) ** 0.5)
+
+
+def select_tokens(
+    logits: Tensor, slots: Tensor, pos: Tensor, seeds: Tensor, temperature: Tensor, trust: float | None = None
+) -> Tensor:
+    """Return the token of each row that its request's u selects: the argmax at temperature 0.
+
+    Args:
+        logits: [T, V], which include the temperature.
+        slots: [T], request slot of each row.
+        pos: [T], the position that the u of its token is hashed from.
+        seeds: [slots], int64.
+        temperature: [slots], float32.
+        trust: None: Pick(u, softmax(logits)); else the token with the largest P(v | u).
+
+    Returns:
+        [T] int64.
+    """
+    u = uniform(seeds[slots], pos)
+    picked = pick(logits.float(), u) if trust is None else conditional(logits, u, trust).argmax(-1)
+    return torch.where(temperature[slots] == 0, logits.argmax(-1), picked)

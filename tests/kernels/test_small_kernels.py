@@ -21,8 +21,8 @@ from tests.support.kernel_cases import CASES, INF, LARGEST, NAN, numbers, rows
 from vllm_mtpc.kernels import leaf
 from vllm_mtpc.kernels.couple import naive as couple_naive
 from vllm_mtpc.kernels.leaf import naive as leaf_naive
-from vllm_mtpc.kernels.pick import pick
-from vllm_mtpc.kernels.pick.naive import of_mass
+from vllm_mtpc.kernels.pick import pick, select_tokens
+from vllm_mtpc.kernels.pick.naive import conditional, of_mass
 from vllm_mtpc.kernels.uniform import naive, uniform
 
 torch.set_num_threads(1)
@@ -243,6 +243,20 @@ def test_definition_and_kernel_of_pick_equal_searchsorted(name: str, outputs: di
         differs = found.numpy() != wanted
         assert not (differs & ~at_edge).any() and differs.sum() <= max(1, AT_EDGE * len(u))
         assert (logits.gather(1, found[:, None]) > -INF).all(), "a token without mass"
+
+
+@of("pick:select_tokens")
+def test_selected_tokens_are_those_of_the_definition(name: str, outputs: dict[str, Any]) -> None:
+    (logits, slots, pos, seeds, temperature, trust), got = CASES[name][1], outputs[name]
+    wanted = select_tokens(logits, slots, pos, seeds, temperature, trust)
+    is_greedy, differs = temperature[slots] == 0, got != wanted
+    assert got.dtype == torch.int64 and is_greedy.any() and not differs[is_greedy].any()
+    # exp in float32 moves edges by up to 1e-7 of the mass: a token differs where two are that close
+    assert differs.double().mean() <= 0.02
+    if trust is not None:
+        given = conditional(logits, uniform(seeds[slots], pos), trust)
+        short = given.amax(-1) - given.gather(1, got[:, None])[:, 0]
+        assert short[~is_greedy].max() < 1e-7 / (1 - trust * trust) ** 0.5
 
 
 def test_pick_at_exact_edges_and_in_any_batch(outputs: dict[str, Any]) -> None:

@@ -199,13 +199,16 @@ def forward(name: str, n: int, r: int) -> None:
 
 
 def coupled(vocab: int, width: int) -> None:
-    """What verifies coupled drafts: PTP's number, the token it falls on, how many drafts are kept."""
+    """What drafts and verifies coupled tokens: PTP's number, the token it falls on, how many drafts are kept."""
     from vllm_mtpc.kernels.couple import kernel as couple
     from vllm_mtpc.kernels.pick import kernel as pick
     from vllm_mtpc.kernels.uniform import kernel as uniform
 
     u = uniform.uniform(empty(24, dtype=LONG), empty(24, dtype=LONG))
     pick.pick(empty(24, vocab, dtype=WHOLE), u)
+    state = empty(24, dtype=INT), empty(24, dtype=LONG), empty(64, dtype=LONG), empty(64, dtype=WHOLE)
+    for dtype, trust in ((HALF, None), (WHOLE, None), (HALF, 0.8), (WHOLE, 0.8)):
+        pick.select_tokens(empty(24, vocab, dtype=dtype), *state, trust)
     rows, begins = (empty(24, dtype=LONG), empty(24, dtype=INT)), empty(4, dtype=INT)
     kept, count = couple.accept(*rows, begins, width)
     couple.accept(*rows, begins, width, (empty(3, dtype=INT), kept, count))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.support import forks
 
-Case = tuple[str, tuple[Any, ...]]  # name of the operation, its arguments
+Case = tuple[str, tuple[Any, ...]]  # name of the operation (or "operation:function"), its arguments
 Cases = dict[str, Any]
 
 
@@ -57,8 +57,10 @@ def launch_all(cases: dict[str, Case], device: str) -> dict[str, Any]:
     """Return the output of each case's kernel on the CPU."""
     results = {}
     for name, (operation, arguments) in cases.items():
-        by_device = import_module(f"vllm_mtpc.kernels.{operation}" + ("" if device == "cuda" else ".kernel"))
-        out = getattr(by_device, FUNCTIONS.get(operation, operation))(*(moved(part, device) for part in arguments))
+        module, _, function = operation.partition(":")
+        by_device = import_module(f"vllm_mtpc.kernels.{module}" + ("" if device == "cuda" else ".kernel"))
+        function = function or FUNCTIONS.get(module, module)
+        out = getattr(by_device, function)(*(moved(part, device) for part in arguments))
         results[name] = out.cpu() if isinstance(out, Tensor) else tuple(part.cpu() for part in out)
     return results
 

@@ -91,6 +91,17 @@ def uniforms() -> tuple[Tensor, Tensor]:
     return seed, pos
 
 
+def selected(rows: int, vocab: int, trust: float | None, dtype: torch.dtype = WHOLE) -> tuple[Any, ...]:
+    """Rows of six request slots, one of them greedy; runs of -inf in every fifth row."""
+    generator = torch.Generator().manual_seed(9)
+    logits = draws(rows, vocab)[0].to(dtype)
+    logits[::5, vocab // 3 : vocab - 2] = -INF
+    slots = torch.randint(6, (rows,), generator=generator, dtype=torch.int32)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (6,), generator=generator)
+    temperature = torch.tensor([1.0, 0.5, 0.0, 1.0, 2.0, 0.7])
+    return logits, slots, torch.arange(3, 3 + rows), seeds, temperature, trust
+
+
 CASES: dict[str, interpreted.Case] = {
     "width 8": ("couple", rows(60, 8)),
     "width 2, int32": ("couple", rows(20, 2, torch.int32)),
@@ -115,6 +126,12 @@ CASES: dict[str, interpreted.Case] = {
     "bfloat16": ("pick", (draws(100, 500)[0].bfloat16(), draws(100, 500)[1])),
     "no rows": ("pick", (torch.zeros(0, 7), torch.zeros(0))),
     "alone": ("pick", tuple(part[7:8] for part in draws(150, 13_000))),
+    "picks": ("pick:select_tokens", selected(80, 9000, None)),
+    "picks of bfloat16": ("pick:select_tokens", selected(40, 300, None, HALF)),
+    "no trust": ("pick:select_tokens", selected(60, 2500, 0.001)),
+    "trust": ("pick:select_tokens", selected(120, 2500, 0.87)),
+    "trust of bfloat16": ("pick:select_tokens", selected(60, 300, 0.6, HALF)),
+    "full trust": ("pick:select_tokens", selected(60, 1024, 0.9999)),
     "uniform": ("uniform", uniforms()),
     "int32 positions": ("uniform", (torch.arange(2000), torch.arange(2000, dtype=torch.int32))),
     "none": ("uniform", (torch.zeros(0, dtype=torch.int64),) * 2),

@@ -28,7 +28,7 @@ FEW = {
     *("alone", "empty rows", "int32 positions", "width 2, int32", "width 1", "next to others"),
     *("one", "a block but one", "a block", "more blocks than one", "wide-btree", "bfloat16", "holes-hmm"),
     *("two tokens", "padded", "padded, blocks", "one block, several launches", "no draws", "float64 noise, blocks"),
-    *("bfloat16 cache, blocks", "token, padded", "token, padded, blocks"),
+    *("bfloat16 cache, blocks", "token, padded", "token, padded, blocks", "picks of bfloat16", "trust of bfloat16"),
 }
 # The second of two ranks, which hears its own from both
 ON_A_RANK = replace(draft_cases.BLOCKS, shard=Shard(1, 2, 1300, lambda own: own.repeat(2, 1), 1400))

@@ -4,12 +4,8 @@ A token at index k is Pick(u_k, Q_k), Q the target's processed distribution: the
 cumulative probability exceeds u_k. Its interval is [left, right) = [F_(v-1), F_v), F the distribution function (arXiv
 2512.21323, section 2.1). Serving draws u from the multiples of 2^-24 below 1.
 
-Trust r (an extension of the paper): a row gives P, near Q but not equal to it. Let the target's token be Pick(u', P),
-with Phi^-1(u) and Phi^-1(u') standard normals of correlation r. With F the distribution function of P,
-
-    P(v | u) = Phi((a_v - r b) / sqrt(1 - r^2)) - Phi((a_(v-1) - r b) / sqrt(1 - r^2)),   a = Phi^-1(F), b = Phi^-1(u)
-
-The mean of P(v | u) over u is P(v); r = 1 is Pick, r = 0 is P itself. The draft is the most probable token given u.
+Trust (an extension of the paper, `kernels/pick/naive.py`): a row gives P, near Q but not equal to it, and the draft is
+the most probable token given u.
 """
 
 from __future__ import annotations
@@ -20,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vllm_mtpc.kernels.pick import pick
+from vllm_mtpc.kernels.pick.naive import conditional, mass_below
 
 STEPS = 1 << 24  # values of u
 EDGE = 1e-6  # minimum distance of an edge to 0 and 1 in training: the slope of Phi^-1 there exceeds float32
@@ -76,23 +73,6 @@ def u_inside(left: Tensor, right: Tensor, inner: Tensor) -> Tensor:
     return (at.clamp(0, STEPS - 1) / STEPS).float()
 
 
-def conditional(logits: Tensor, u: Tensor, trust: float) -> Tensor:
-    """Return P(v | u) as above; tokens without mass (-inf, NaN) have none.
-
-    Args:
-        logits: [..., V], of P.
-        u: [...] in [0, 1), multiples of 2^-24.
-        trust: r, below 1.
-
-    Returns:
-        [..., V] float64.
-    """
-    mass = torch.where(logits > -torch.inf, logits, -torch.inf).double().softmax(-1)
-    below = _below(mass.cumsum(-1).clamp(max=1), u[..., None], trust)
-    below[..., -1] = 1
-    return below.diff(dim=-1, prepend=torch.zeros_like(below[..., :1]))
-
-
 def log_likelihood(logits: Tensor, u: Tensor, tokens: Tensor, trust: float, share: float) -> Tensor:
     """Return log(share P(x) + (1 - share) P(x | u)), with gradients.
 
@@ -110,7 +90,7 @@ def log_likelihood(logits: Tensor, u: Tensor, tokens: Tensor, trust: float, shar
     mass = probs.gather(-1, at)[..., 0]
     right = probs.cumsum(-1).gather(-1, at)[..., 0]
     ends = torch.stack([right - mass, right]).double()
-    below = _below(ends.clamp(EDGE, 1 - EDGE), u, trust)
+    below = mass_below(ends.clamp(EDGE, 1 - EDGE), u, trust)
     below = torch.where(ends < EDGE, 0.0, torch.where(ends > 1 - EDGE, 1.0, below))
     return (share * mass + (1 - share) * (below[1] - below[0]).float()).clamp(min=EDGE**2).log()
 
@@ -127,9 +107,3 @@ def draft_tokens(config: Any, logits: Tensor, u: Tensor) -> Tensor:
     if config.variant == "c-ptp":
         return pick(logits.float(), u.contiguous())
     return conditional(logits, u, config.distribution_trust).argmax(-1)
-
-
-def _below(cumulative: Tensor, u: Tensor, trust: float) -> Tensor:
-    """P(u' < F | u) of float64 F; u is taken as the middle of its cell [u, u + 2^-24), so it is never 0 or 1."""
-    shifted = torch.special.ndtri(cumulative) - trust * torch.special.ndtri(u.double() + 0.5 / STEPS)
-    return torch.special.ndtr(shifted / (1 - trust * trust) ** 0.5)

@@ -82,25 +82,22 @@ def _linear(values: Tensor, layer: nn.Linear) -> Tensor:
     return F.linear(values, layer.weight.float(), layer.bias.float())
 
 
-def _steps(u: Tensor, count: int) -> Tensor:
-    """Return 1 to count, [count] float32."""
-    return torch.arange(1, count + 1, dtype=torch.float32, device=u.device)
-
-
 def _ieee(u: Tensor, count: int) -> Tensor:
     shifts = torch.arange(count - 1, -1, -1, dtype=torch.int32, device=u.device)
     return (u.view(torch.int32) >> shifts & 1).float()
 
 
 def _arithmetic(u: Tensor, count: int) -> Tensor:
-    shifted = u * torch.exp2(_steps(u, count) - 1)  # exact: powers of two
+    powers = torch.full((count,), 2.0, device=u.device)  # torch.exp2 would be compiled at run time on a GPU
+    powers[0] = 1
+    shifted = u * powers.cumprod(0)  # exact
     return (shifted - shifted.floor() <= 0.5).float()
 
 
 _FEATURES = {  # (u [..., 1] float32, n) -> [..., n]; the other embeddings have learned rows
     "ieee": _ieee,
     "scalar": lambda u, count: u,
-    "threshold": lambda u, count: (u <= _steps(u, count) / count).float(),
+    "threshold": lambda u, count: (u <= torch.arange(1, count + 1, device=u.device).float() / count).float(),
     "arithmetic": _arithmetic,
 }
 
