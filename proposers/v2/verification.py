@@ -43,7 +43,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.kernels.couple import accept, warm_up
-from vllm_mtpc.kernels.pick import pick
+from vllm_mtpc.kernels.pick import select_tokens
 from vllm_mtpc.kernels.uniform import uniform
 from vllm_mtpc.proposers.config.request_options import max_drafts
 from vllm_mtpc.proposers.config.versions import keys_noise_by_draft
@@ -77,14 +77,6 @@ def unmark_first(invalid: Tensor) -> Tensor:
 def u_of(seeds: Tensor, temperature: Tensor, slots: Tensor, pos: Tensor) -> Tensor:
     """Return u [T], float32, of the tokens after positions pos [T] of requests in slots [T]; seeds, ..: [slots]."""
     return torch.where(temperature[slots] == 0, GREEDY_U, uniform(seeds[slots], pos))
-
-
-def pick_tokens(processed_logits: Tensor, states: SamplingStates, slots: Tensor, pos: Tensor) -> Tensor:
-    """Return Pick(u, Q) [T], int64, of processed_logits [T, V]; the argmax at temperature 0."""
-    logits = processed_logits.float()  # vLLM returns the model's dtype where there is nothing to process
-    temperature = states.temperature.gpu
-    picked = pick(logits, u_of(states.seeds.gpu, temperature, slots, pos))
-    return torch.where(temperature[slots] == 0, logits.argmax(dim=-1), picked)
 
 
 class CoupledStates(SamplingStates):
@@ -228,7 +220,8 @@ class CoupledSampler(Sampler):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
         processed_logits = apply_top_k_top_p(processed_logits, top_k, top_p)
-        return pick_tokens(processed_logits, self.sampling_states, expanded_idx_mapping, pos), processed_logits
+        seeds, temperature = self.sampling_states.seeds.gpu, self.sampling_states.temperature.gpu
+        return select_tokens(processed_logits, expanded_idx_mapping, pos, seeds, temperature), processed_logits
 
 
 class CoupledRejectionSampler(Verifier):
@@ -248,7 +241,8 @@ class CoupledRejectionSampler(Verifier):
         return np.ones(len(slots), dtype=bool)
 
     def sample_tokens(self, processed_logits: Tensor, slots: Tensor, pos: Tensor) -> Tensor:
-        return pick_tokens(processed_logits, self.sampler.sampling_states, slots, pos)
+        states = self.sampler.sampling_states
+        return select_tokens(processed_logits, slots, pos, states.seeds.gpu, states.temperature.gpu)
 
 
 def with_verifier(

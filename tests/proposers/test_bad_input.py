@@ -241,6 +241,16 @@ def test_target_with_wider_states_is_refused(place: Path, monkeypatch: pytest.Mo
     assert "returns hidden states of 4 x 64 numbers" in message and "hidden_size=64" in message
 
 
+def test_backbone_on_a_target_with_compressed_keys_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config.model import ModelConfig
+
+    set_runner(monkeypatch, 2)
+    served(place, "backbone")
+    monkeypatch.setattr(ModelConfig, "use_mla", property(lambda self: True))
+    message = refusal(place, "backbone")
+    assert "keeps compressed keys and values (MLA); use a head of another kind" in message
+
+
 @pytest.mark.parametrize(("option", "value"), [("pipeline_parallel_size", 2), ("enable_dbo", True)])
 def test_option_that_a_cpu_lacks_is_refused_with_draft_layers(
     place: Path, option: str, value: Any, monkeypatch: pytest.MonkeyPatch
@@ -250,6 +260,16 @@ def test_option_that_a_cpu_lacks_is_refused_with_draft_layers(
     config.scheduler_config.async_scheduling = True
     setattr(config.parallel_config, option, value)
     with pytest.raises(MtpcError, match=f"lora_layers=1 and {option}"):
+        config.speculative_config.check_engine(config)
+
+
+def test_pipeline_stages_need_asynchronous_scheduling(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_runner(monkeypatch, 2)
+    config = configured(place)
+    config.parallel_config.pipeline_parallel_size, config.scheduler_config.async_scheduling = 2, True
+    config.speculative_config.check_engine(config)
+    config.scheduler_config.async_scheduling = False
+    with pytest.raises(MtpcError, match=r"allowed: .* asynchronous scheduling; drop --no-async-scheduling"):
         config.speculative_config.check_engine(config)
 
 
@@ -298,7 +318,7 @@ def test_drafts_without_graphs_log_one_warning(
     monkeypatch.setattr(module, "DraftGraphs", lambda config, device, mode, *more: modes.append(mode))
     group = mock.Mock()
     group.backend.get_name.return_value = backend
-    made = mock.Mock(aux_groups=[[group]], max_num_reqs=2, **{"plan.bucket.return_value": None})
+    made = mock.Mock(aux_groups=[[group]], max_num_reqs=2, late=None, **{"plan.bucket.return_value": None})
     module.PtpSpeculator.init_cudagraph_manager(made, CUDAGraphMode[mode])
     assert len(logged) == lines and all("FLASHINFER" in line and "--attention-backend" in line for line in logged)
     assert modes == [CUDAGraphMode[mode if backend == "FLASH_ATTN" else "NONE"]]

@@ -194,6 +194,7 @@ def lost(place: Path, name: str) -> tuple[int, list[int]]:
     config = engine_config(place / "target", {"model": str(place / name), **HEADS[name]}, enforce_eager=True)
     with worker_target(config) as target:
         made = speculator_class(config.speculative_config)(config, CPU)
+        target.compute_logits = lambda states: states.new_zeros(len(states), V)  # its lm_head is not laid out
         before = _tensors()
         made.load_model(target)
     left = {key: part for key, part in _tensors().items() if key not in before}
@@ -238,3 +239,45 @@ def _fork_with_head(is_fault: bool) -> int:
         torch.ones(1 << 22, dtype=torch.bfloat16).float()
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+class Drafter(nn.Module):
+    """The model of an MTP layer that normalises its states in `compute_logits`, or in its forward pass."""
+
+    def __init__(self, is_in_logits: bool) -> None:
+        from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+        class Processor(LogitsProcessor):
+            __init__ = nn.Module.__init__
+
+            def forward(self, lm_head: nn.Module, states: Tensor) -> Tensor:
+                return lm_head(states)
+
+        super().__init__()
+        self.norm = nn.RMSNorm(D) if is_in_logits else nn.Identity()
+        self.lm_head, self.processor = nn.Linear(D, V), Processor()
+
+    def compute_logits(self, states: Tensor) -> Tensor:
+        return self.processor(self.lm_head, self.norm(states))
+
+
+@pytest.mark.parametrize("is_in_logits", [True, False])
+def test_hosted_states_are_those_that_the_lm_head_multiplies(is_in_logits: bool) -> None:
+    forks.call("v1", f"{__name__}:keep_states", is_in_logits)
+
+
+def keep_states(is_in_logits: bool) -> None:
+    """In a fork: vLLM's speculator of MTP layers with a model of ours."""
+    from vllm_mtpc.proposers.v2.hosted import MTPSpeculator, hosted_class
+
+    class Host(hosted_class("mtp")):
+        def __init__(self) -> None:
+            self.method, self.dtype, self.model = "mtp", torch.float32, Drafter(is_in_logits)
+            self.kept, self.draft_tokens = torch.zeros(3, 1, D), torch.zeros(3, 1, dtype=torch.int64)
+
+    with mock.patch.object(MTPSpeculator, "load_model"), torch.inference_mode():
+        host, states = Host(), torch.randn(2, D) * 3
+        host.load_model(None)
+        host.sample_draft(states)
+        assert torch.equal(host.kept[:2, 0], host.model.norm(states))
+        assert torch.equal(host.lm_head.compute_logits(host.kept[:2, 0]), host.model.compute_logits(states))

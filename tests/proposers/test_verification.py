@@ -29,6 +29,7 @@ from tests.support import forks
 from tests.support.configs import spec_config
 from tests.support.speculators import Setting, batch, made_heads, speculator
 from vllm_mtpc.errors import ServeConfigError
+from vllm_mtpc.kernels.pick import naive as pick_naive
 from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.kernels.uniform import uniform
 from vllm_mtpc.proposers.v1.proposer import draw_numbers, peek_numbers
@@ -214,7 +215,7 @@ def test_tokens_follow_the_target_distribution(samplers: Any, monkeypatch: pytes
         return float(chisquare(counts[kept].numpy(), wanted * int(counts.sum())).pvalue)
 
     assert p_value() > SIGNIFICANCE
-    monkeypatch.setattr(verification, "uniform", lambda seed, pos: uniform(seed, pos) * 0.9)
+    monkeypatch.setattr(pick_naive, "uniform", lambda seed, pos: uniform(seed, pos) * 0.9)
     assert p_value() < CAUGHT
 
 
@@ -399,3 +400,19 @@ def test_numbers_of_v1_equal_those_of_vllm() -> None:
     assert peek_numbers(other, 8).tolist() == drawn[:8]
     assert draw_numbers(other, 3).tolist() == drawn[:3] and peek_numbers(other, 2).tolist() == drawn[3:5]
     assert draw_numbers(other, 6).tolist() == drawn[3:]
+
+
+def test_drafts_of_a_request_are_verified_up_to_those_it_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(RejectionSampler, "__call__", lambda self, *args: given.append(args[-1]))
+    sampler, states = made(None)  # of 2 drafts
+    for slot, drafts in enumerate((0, 1, 2)):
+        states.add_request(slot, SamplingParams(extra_args={"mtpc_drafts": drafts}))
+    states.apply_staged_writes()
+    for slots, invalid in (([1, 2, 0], [[0, 0, 1], [0, 0, 0], [0, 1, 1]]), ([2, 2], None)):
+        rows = torch.tensor(slots).repeat_interleave(3)
+        batch = {"idx_mapping_np": np.array(slots), "expanded_idx_mapping": rows}
+        batch["expanded_local_pos"] = torch.arange(3).repeat(len(slots))
+        sampler(None, SimpleNamespace(**batch))
+        found = given.pop()
+        assert (found if found is None else found.view(-1, 3).int().tolist()) == invalid

@@ -333,7 +333,10 @@ FAULTS: dict[str, Patches | Callable[[], Patches]] = {
     "backbone context one on": {f"{BACKBONE}.ServedBackbone.write_context": _shifted, **NOTED_BACKBONE},
     "backbone causal": {f"{V2}.speculator.build_attn_metadata": _causal, **NOTED_BACKBONE},
     # PTP
-    "squared_u": {f"{VERIFICATION}.u_of": _squared, f"{V2}.ptp.ptp_speculator.u_of": _squared},
+    "squared_u": {
+        "vllm_mtpc.kernels.pick.naive.uniform": _squared,
+        f"{V2}.ptp.ptp_speculator.u_of": _squared,
+    },
     "coupled_without_drafts": {
         "vllm.v1.worker.gpu.model_runner.Sampler": lambda _: resolve_name(f"{VERIFICATION}.CoupledSampler")
     },

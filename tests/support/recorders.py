@@ -25,6 +25,7 @@ PROPOSER, SPECULATOR = f"{V1}.proposer.MtpcProposer", f"{V2}.speculator.MtpcSpec
 PTP, MERGED = f"{V2}.ptp.ptp_speculator.PtpSpeculator", f"{V2}.ptp.merged.MergedSpeculator"
 VERIFICATION = f"{V2}.verification"
 PTP_CAPTURED = f"{V2}.ptp.ptp_speculator.CAPTURED"  # attention backends whose second pass is captured
+SAMPLING_PARAMS = "vllm.v1.worker.gpu.sample.sampler.Sampler.apply_sampling_params"
 CACHE_BYTES = 1 << 26  # what is left for the KV cache after profiling
 
 
@@ -256,21 +257,21 @@ def merged_groups(original: Any, self: Any, input_batch: Any, *args: Any, **kwar
 
 def second_pass_groups() -> Patches:
     """Record the same of the second of two passes."""
-    is_sampled: list[bool] = []
+    names: list[str] = []  # by row; "": nothing was sampled
 
     @wrapping
     def generate(original: Any, self: Any, input_batch: Any, num_sampled: torch.Tensor, drafts: torch.Tensor) -> None:
-        is_sampled[:] = map(bool, num_sampled.tolist())
+        names[:] = [name if count else "" for name, count in zip(input_batch.req_ids, num_sampled, strict=False)]
         original(self, input_batch, num_sampled, drafts)
 
     @wrapping
-    def run(original: Any, self: Any, input_batch: Any, num_aux: int) -> torch.Tensor:
-        hidden = original(self, input_batch, num_aux)
-        for row, name in enumerate(input_batch.req_ids):
-            if is_sampled[row]:  # x_1 is the group's first row
-                prefix = int(self.prefix_lens[row]) + 1
+    def run(original: Any, self: Any, num_reqs: int, num_aux: int) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, logits = original(self, num_reqs, num_aux)
+        for row, name in enumerate(names):
+            if name:  # x_1 is the group's first row
+                prefix = int(self.first_pos[row]) + 1
                 RECORDED.append({"request": name, "prefix": prefix, "hidden": hidden[row, 1:].clone()})
-        return hidden
+        return hidden, logits
 
     return {f"{PTP}._generate_draft": generate, f"{PTP}._run_draft_pass": run}
 
@@ -323,6 +324,16 @@ def poisoned(early: int = 0) -> Patches:
 # CUDA graphs and memory, as on a GPU
 
 
+@wrapping
+def checked_dtypes(original: Any, self: Any, logits: torch.Tensor, *rows: Any, **options: Any) -> torch.Tensor:
+    """Check the dtypes that vLLM's sampling kernels load: an interpreter takes others, Triton on a GPU refuses them."""
+    found = [one.dtype for one in rows if isinstance(one, torch.Tensor)]
+    slots, _, pos, tokens, local_pos = found  # of rows, of requests
+    assert slots in (torch.int32, torch.int64) and pos == torch.int64, found
+    assert tokens == local_pos == torch.int32, found
+    return original(self, logits, *rows, **options)
+
+
 def in_graphs(owner: str, mode: str, record: Callable[[Any], Any] | None = None) -> Patches:
     """Draft from graphs, which a stand-in for CUDA's calls again; batches are padded to 2 and 4.
 
@@ -338,7 +349,7 @@ def in_graphs(owner: str, mode: str, record: Callable[[Any], Any] | None = None)
 
     @wrapping
     def init(original: Any, self: Any, _: Any) -> None:
-        _set_graph_sizes(self.vllm_config)
+        _set_graph_sizes(self)
         self.attn_cg_support = mock.Mock(min_cg_support=AttentionCGSupport.UNIFORM_BATCH)
         with recorder.in_place():
             original(self, CUDAGraphMode[mode])
@@ -362,7 +373,15 @@ def in_graphs(owner: str, mode: str, record: Callable[[Any], Any] | None = None)
         RECORDED.append(note)
         return drafts
 
-    return {f"{owner}.init_cudagraph_manager": init, f"{owner}.propose": propose, PTP_CAPTURED: lambda _: ("CPU_ATTN",)}
+    @wrapping
+    def run(original: Any, self: Any, num_reqs: int, num_aux: int) -> Any:
+        """Attention on a CPU plans on the host, where a graph has what it captured."""
+        self._build_pass_metadata(num_aux, torch.full((num_reqs,), self.max_model_len, dtype=torch.int32))
+        return original(self, num_reqs, num_aux)
+
+    patches = {f"{owner}.init_cudagraph_manager": init, f"{owner}.propose": propose}
+    on_ptp = {PTP_CAPTURED: lambda _: ("CPU_ATTN",), f"{owner}._run_draft_pass": run, SAMPLING_PARAMS: checked_dtypes}
+    return patches | (on_ptp if owner == PTP else {})
 
 
 def profiled_as_on_a_gpu() -> Patches:
@@ -381,7 +400,7 @@ def profiled_as_on_a_gpu() -> Patches:
 
     def capture(runner: Any) -> None:
         speculator, spec = runner.speculator, runner.vllm_config.speculative_config
-        _set_graph_sizes(runner.vllm_config)
+        _set_graph_sizes(speculator)
         cudagraph_utils._init_minimal_kv_cache_for_profiling(runner)
         blocks = runner.kv_cache_config.num_blocks
         speculator.attn_cg_support = mock.Mock(min_cg_support=AttentionCGSupport.UNIFORM_BATCH)
@@ -407,6 +426,10 @@ def profiled_as_on_a_gpu() -> Patches:
     }
 
 
-def _set_graph_sizes(config: Any) -> None:
-    compilation = config.compilation_config
+def _set_graph_sizes(speculator: Any) -> None:
+    """Capture batches of 2 and 4; the buffers that a speculator makes for an engine's graphs get room for them."""
+    compilation = speculator.vllm_config.compilation_config
     compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [2, 4], 4
+    rows = 4 * (1 + speculator.num_speculative_steps)
+    for name in {"first_logits", "aux"} & {*vars(speculator)}:
+        setattr(speculator, name, getattr(speculator, name).new_zeros(rows, getattr(speculator, name).shape[1]))

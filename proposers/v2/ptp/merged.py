@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_mtpc.errors import ServeConfigError
-from vllm_mtpc.plan.row_groups import Bucket
 from vllm_mtpc.proposers.v2.ptp.groups import Layout
 from vllm_mtpc.proposers.v2.ptp.ptp_speculator import PtpSpeculator
 
@@ -46,7 +45,7 @@ class MergedSpeculator(PtpSpeculator):
         sequences = self.max_num_reqs + self.plan.max_groups
         self.sequence_ends = torch.zeros(sequences, dtype=torch.int32, device=device)
         self.starts = torch.zeros(sequences + 1, dtype=torch.int32, device=device)
-        self.layouts: dict[Bucket, Layout] = {}
+        self.layouts = {bucket: Layout.create(bucket, device) for bucket in self.plan.buckets if bucket.rows}
         self.step_batch: InputBatch | None = None
 
     def max_pass_rows(self) -> int:
@@ -66,6 +65,10 @@ class MergedSpeculator(PtpSpeculator):
         self.target_forward = target_model.forward
         target_model.forward = self.forward  # after the copy: the student's forward is the model's own
         return student
+
+    def _draw_inputs(self) -> tuple[Tensor, Tensor]:
+        states = self.sampler.sampling_states  # of this step: the pass runs before `propose`
+        return states.seeds.gpu, states.temperature.gpu
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         super().set_attn(*args, **kwargs)
@@ -87,8 +90,6 @@ class MergedSpeculator(PtpSpeculator):
             return self.target_forward(input_ids, positions, **kwargs)
         embeds = kwargs.get("inputs_embeds")
         embeds = self.target.embed_input_ids(input_ids) if embeds is None else embeds
-        if bucket not in self.layouts:
-            self.layouts[bucket] = Layout.create(bucket, self.device)
         hidden = self._run_merged_pass(step, embeds, positions, self.layouts[bucket])
         padding = positions.shape[-1] - step.num_tokens
         real = hidden[: step.num_tokens]
@@ -152,9 +153,13 @@ class MergedSpeculator(PtpSpeculator):
         self.merged_output = MergedOutput(hidden[num_real:], layout, position)
         return hidden
 
+    def _count_drafts(self, num_aux: int) -> int:
+        return self.num_speculative_steps  # columns of every batch
+
     def _generate_draft(self, input_batch: InputBatch, num_sampled: Tensor, drafts: Tensor) -> None:
         output, self.merged_output = self.merged_output, None
         if output is None:
+            drafts.zero_()
             return
         layout, num_reqs = output.layout, input_batch.num_reqs
         slots = input_batch.idx_mapping[:num_reqs]

@@ -12,6 +12,9 @@ that u from the row before. Verification picks with the same u, a hash of (seed,
 
 The student reads the KV cache of the committed tokens and writes to its own blocks (`groups.py`). An auxiliary row has
 the position of the token that predicts the same token. There are no `draft_logits`: verification compares tokens.
+
+CUDA graphs hold the pass with the drafts that depend on no other draft, and the drafts of a late network. Between the
+two the first draft is picked from the distribution that vLLM's sampler returns, whose kernels depend on the requests.
 """
 
 from __future__ import annotations
@@ -31,18 +34,19 @@ from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_mtpc.checkpoint.ptp_head import load_ptp
-from vllm_mtpc.heads.ptp.distribution import draft_tokens, reads_u
+from vllm_mtpc.heads.ptp.distribution import reads_u
+from vllm_mtpc.heads.ptp.student import UNINFORMED
+from vllm_mtpc.kernels.pick import select_tokens
 from vllm_mtpc.proposers.config.switches import logger
 from vllm_mtpc.proposers.heads.load import kept
 from vllm_mtpc.proposers.heads.swap import copy_tensors
 from vllm_mtpc.proposers.v2.lora import Gate, prepare_adapters
 from vllm_mtpc.proposers.v2.ptp.groups import GroupBlocks, Writes, build_student, check_attention
 from vllm_mtpc.proposers.v2.speculator import DraftGraphs, HeadSpeculator, replace_attributes
-from vllm_mtpc.proposers.v2.verification import CoupledRejectionSampler, pick_tokens, u_of
+from vllm_mtpc.proposers.v2.verification import CoupledRejectionSampler, u_of
 
 # Attention backends that plan nothing on the host, so that a CUDA graph can hold the student's pass
 CAPTURED = ("FLASH_ATTN", "TRITON_ATTN")
-UNINFORMED = 0.5  # u of every row, for a head that was trained without u
 
 
 class PtpSpeculator(HeadSpeculator):
@@ -57,18 +61,19 @@ class PtpSpeculator(HeadSpeculator):
         self.lead = self.head.first_row  # rows at the start of a group that draft nothing
         self.gate, self.writes = Gate(), Writes()
         num_rows, groups = self.max_pass_rows(), self.plan.max_groups
-        self.prefix_lens = self.first_pos
         self.embeds = torch.zeros(num_rows, self.hidden_size, dtype=self.dtype, device=device)
-        self.graph_states = torch.zeros_like(self.embeds[: self.plan.max_rows])  # output of captured passes
         self.row_positions = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.row_slots = torch.full((1, num_rows), PAD_SLOT_ID, dtype=torch.int64, device=device)
         self.group_ends = torch.zeros(groups, dtype=torch.int32, device=device)
         self.row_index = torch.arange(num_rows, device=device)
         self.group_index = torch.arange(groups, device=device)
         self.draft_index = torch.arange(self.num_speculative_steps, device=device)
-        self.copied = torch.zeros(groups, dtype=torch.int64, device=device)  # the block that each group starts in
-        self.pass_starts: dict[int, Tensor] = {}  # starts of the requests by their rows, where graphs read them
+        # x_1 and its position among the drafts, in the dtype that vLLM's kernels load them with
+        self.input_tokens, self.local_pos = torch.zeros(2, self.max_num_reqs, dtype=torch.int32, device=device)
+        starts = torch.arange(groups + 1, dtype=torch.int32, device=device)
+        self.pass_starts = {1 + one.sizes[0]: starts * (1 + one.sizes[0]) for one in self.plan.buckets if one.rows}
         self.graphs: DraftGraphs  # set by `init_cudagraph_manager`
+        self.late_graphs: DraftGraphs | None = None
         self.sampler: Any = None  # vLLM's, set before the first step
         self.merged_output: Any = None  # of a merged pass
 
@@ -84,6 +89,11 @@ class PtpSpeculator(HeadSpeculator):
         student = build_student(target_model, head.lora, scale, self.gate, self.writes)
         parts = [part for module in (self.embedding, self.late) if module is not None for part in module.parameters()]
         student.kept = kept(parts)
+        # outputs of captured passes: the logits of x_1's row, and the states that the late network reads
+        captured = self.vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        logits = target_model.compute_logits(self.embeds[:1])
+        self.first_logits = logits.new_zeros(min(self.max_num_reqs, captured), logits.shape[-1])
+        self.graph_states = torch.zeros_like(self.embeds[: self.plan.max_rows if self.late is not None else 0])
         return student
 
     @torch.inference_mode()
@@ -104,10 +114,9 @@ class PtpSpeculator(HeadSpeculator):
     def set_attn(self, model_state: Any, kv_cache_config: KVCacheConfig, block_tables: BlockTables, *args: Any) -> None:
         super().set_attn(model_state, kv_cache_config, block_tables, *args)
         plan, config = self.plan, self.vllm_config
-        # metadata builders of the student's passes get more sequences than the engine has, and no graphs
+        # metadata builders of the student's passes get more sequences than the engine has
         scheduler = replace_attributes(config.scheduler_config, max_num_seqs=self.max_num_reqs + plan.max_groups)
-        compilation = replace_attributes(config.compilation_config, cudagraph_mode=CUDAGraphMode.NONE)
-        config = replace_attributes(config, scheduler_config=scheduler, compilation_config=compilation)
+        config = replace_attributes(config, scheduler_config=scheduler)
         self.aux_groups, _, _ = init_attn_backend(kv_cache_config, config, self.device)
         check_attention(kv_cache_config, self.aux_groups)
         block_size = block_tables.block_sizes[0]
@@ -129,107 +138,141 @@ class PtpSpeculator(HeadSpeculator):
         aux_rows = [0, *(bucket.sizes[0] if bucket else 0 for bucket in buckets)]
 
         def fits(num_reqs: int, num_aux: int) -> bool:
-            return num_reqs <= len(self.copied) and num_reqs * (1 + num_aux) <= len(self.embeds)
+            return num_reqs <= len(self.group_ends) and num_reqs * (1 + num_aux) <= len(self.embeds)
 
         self.graphs = DraftGraphs(self.vllm_config, self.device, mode, aux_rows, fits)
+        if self.late is not None:
+            late_rows = [rows if self._count_drafts(rows) > 1 else 0 for rows in aux_rows]
+            self.late_graphs = DraftGraphs(self.vllm_config, self.device, mode, late_rows, fits)
+
+    def capture(self) -> None:
+        super().capture()
+        if self.late_graphs is not None and self.late_graphs.needs_capture():
+            self.late_graphs.capture_drafts(self._prepare_late_capture)
 
     def _prepare_capture(self, num_reqs: int, num_aux: int) -> Callable[[], None]:
-        self._pad_requests(0, num_reqs, 1 + num_aux)
-        self._prepare_pass(num_aux, torch.full((num_reqs,), self.max_model_len, dtype=torch.int32))
-        num_rows = num_reqs * (1 + num_aux)
+        self.idx_mapping.fill_(-1)
+        self._fill_pass(num_reqs, num_aux)
+        self._build_pass_metadata(num_aux, torch.full((num_reqs,), self.max_model_len, dtype=torch.int32))
+        for metadata in (self.metadata or {}).values():
+            if getattr(metadata, "max_num_splits", None) == 0:
+                metadata.max_num_splits = 1  # FlashAttention 3: 0 chooses on the host, by the lengths of a capture
 
         def run() -> None:
-            self.graph_states[:num_rows] = self._run_model(num_rows)
+            self._fill_pass(num_reqs, num_aux)
+            hidden, self.first_logits[:num_reqs] = self._run_draft_pass(num_reqs, num_aux)
+            if self.late is not None:
+                self.graph_states[: num_reqs * (1 + num_aux)] = hidden.flatten(0, 1)
 
         return run
+
+    def _prepare_late_capture(self, num_reqs: int, num_aux: int) -> Callable[[], None]:
+        self.idx_mapping.fill_(-1)
+        return partial(self._draft_late, self.graph_states[: num_reqs * (1 + num_aux)].view(num_reqs, 1 + num_aux, -1))
 
     def _draft_step(
         self, input_batch: InputBatch, states: Tensor, num_sampled: Tensor, num_drafts: int, dummy_run: bool
     ) -> None:
-        drafts = self.draft_tokens[: input_batch.num_reqs].zero_()
         if not dummy_run:
-            self._generate_draft(input_batch, num_sampled, drafts)
+            self._generate_draft(input_batch, num_sampled, self.draft_tokens[: input_batch.num_reqs])
 
     def _generate_draft(self, input_batch: InputBatch, num_sampled: Tensor, drafts: Tensor) -> None:
-        """Fill drafts [R, K], which are zeros, as far as there are rows for them."""
+        """Fill drafts [R, K], part of `draft_tokens`; zeros where there are no rows."""
         num_reqs = input_batch.num_reqs
         bucket = self.plan.bucket(num_reqs)
-        if bucket is None:
+        num_aux = bucket.sizes[0] if bucket else 0
+        if (count := self._count_drafts(num_aux)) < self.num_speculative_steps:
+            drafts[:, count:] = 0
+        if not bucket:
             return
-        num_aux = bucket.sizes[0]
-        hidden = self._run_draft_pass(input_batch, num_aux)  # [R, 1 + A, D]
-        count = min(self.num_speculative_steps, num_aux + 1 - self.lead)
-        rows = hidden[:, 1 + self.lead : self.lead + count]  # [R, count - 1, D], of all drafts but the first
-        keys = self.prefix_lens[:num_reqs, None] + self.draft_index[1:count]
-        slots = input_batch.idx_mapping[:num_reqs]
-        if self.late is not None:
-            drafts[:, 0] = self._sample_first_draft(self.target.compute_logits(hidden[:, 0]), input_batch)
-            if count > 1:
-                drafts[:, 1:count] = self._sample_sequential(rows, drafts[:, 0], keys, slots)
-            return
-        logits = self._compute_logits(torch.cat([hidden[:, :1], rows], dim=1))  # one product for all
-        drafts[:, 0] = self._sample_first_draft(logits[:, 0], input_batch)
-        if count > 1:
-            drafts[:, 1:count] = self._sample_parallel(logits[:, 1:], keys, slots)
+        graph = self.graphs.find(num_reqs, num_aux)
+        if graph is None:
+            self._fill_pass(num_reqs, num_aux)
+            self._build_pass_metadata(num_aux, input_batch.seq_lens_cpu_upper_bound[:num_reqs] + num_aux + 2)
+            hidden, logits = self._run_draft_pass(num_reqs, num_aux)
+        else:
+            self.graphs.run_fullgraph(graph)
+            hidden, logits = None, self.first_logits
+        drafts[:, 0] = self._sample_first_draft(logits[:num_reqs], input_batch)
+        if self.late_graphs is not None and (late := graph and self.late_graphs.find(num_reqs, num_aux)):
+            self.late_graphs.run_fullgraph(late)
+        elif hidden is not None:
+            self._draft_late(hidden)
 
-    def _run_draft_pass(self, input_batch: InputBatch, num_aux: int) -> Tensor:
-        """Return the student's states [R, 1 + A, D] of [x_1 | u ..] after each request's committed tokens."""
-        num_reqs, width = input_batch.num_reqs, 1 + num_aux
-        num_rows, prefix = num_reqs * width, self.prefix_lens[:num_reqs]
-        at = prefix[:, None] + self.row_index[:width]  # [R, 1 + A], index of each row in its text
+    def _count_drafts(self, num_aux: int) -> int:
+        """Return the drafts of a request with a pass over num_aux auxiliary rows; 0 rows: no pass."""
+        return min(self.num_speculative_steps, num_aux + 1 - self.lead) if num_aux else 0
+
+    def _fill_pass(self, num_reqs: int, num_aux: int) -> None:
+        """Fill the buffers of the pass [x_1 | u_2 ..] over R requests from those of `gather_inputs`.
+
+        A padding request (slot -1) attends to its own rows and writes to no slot.
+        """
+        width = 1 + num_aux
+        num_rows, slots = num_reqs * width, self.idx_mapping[:num_reqs]
+        is_real = slots[:, None] >= 0
+        prefix = torch.where(is_real, self.first_pos[:num_reqs, None], 0)  # [R, 1]
+        at = prefix + self.row_index[:width]  # [R, 1 + A], index of each row in its text
         keys = at[:, :num_aux]  # an auxiliary row carries the u of the token at its index
         embeds = self.embeds[:num_rows].view(num_reqs, width, -1)
-        embeds[:, 0] = self.target.embed_input_ids(self.first_tokens[:num_reqs])
-        embeds[:, 1:] = self._embed_u(keys, input_batch.idx_mapping[:num_reqs])
+        self.input_tokens[:num_reqs] = self.first_tokens[:num_reqs]
+        embeds[:, 0] = self.target.embed_input_ids(self.input_tokens[:num_reqs])
+        embeds[:, 1:] = self._embed_u(keys, slots)
         positions = self.row_positions[:num_rows].view(num_reqs, width)
-        positions[:, 0] = prefix
+        positions[:, 0] = prefix[:, 0]
         positions[:, 1:] = keys if self.lead else at[:, 1:]
         positions.clamp_(max=self.max_model_len - 1)
 
-        tables = self.block_tables.input_block_tables[0][:num_reqs]
-        _, self.copied[:num_reqs], _ = self.group_blocks.fill_tables(prefix, tables)
+        writes, tables = self.writes, self.block_tables.input_block_tables[0][:num_reqs]
+        _, writes.source, writes.target = self.group_blocks.fill_tables(prefix[:, 0], tables)
         group = self.group_index[:num_reqs, None].expand(-1, width)
-        self.row_slots[0, :num_rows] = self.group_blocks.slots(group, prefix[:, None], at).flatten()
-        self.group_ends[:num_reqs] = prefix + width
-        upper = input_batch.seq_lens_cpu_upper_bound[:num_reqs] + width + 1
-        graph = self.graphs.find(num_reqs, num_aux)
-        if graph is None:
-            self._prepare_pass(num_aux, upper)
-            return self._run_model(num_rows).view(num_reqs, width, -1)
-        self._pad_requests(num_reqs, graph.num_reqs, width)
-        self._prepare_pass(num_aux, torch.cat([upper, upper.new_full((graph.num_reqs - num_reqs,), width)]))
-        self.graphs.run_fullgraph(graph)
-        return self.graph_states[:num_rows].view(num_reqs, width, -1)
+        own = self.group_blocks.slots(group, prefix, at)
+        self.row_slots[0, :num_rows] = torch.where(is_real, own, PAD_SLOT_ID).flatten()
+        self.group_ends[:num_reqs] = prefix[:, 0] + width
 
-    def _pad_requests(self, start: int, stop: int, width: int) -> None:
-        """Make requests start .. stop - 1 padding: they attend to their own rows and write to no slot."""
-        self.row_slots[0, start * width : stop * width] = PAD_SLOT_ID
-        self.group_ends[start:stop] = width
-        self.copied[start:stop] = 0
-
-    def _prepare_pass(self, num_aux: int, upper: Tensor) -> None:
-        """Set up the pass over [x_1 | u ..] of R requests with parts of buffers alone, as CUDA graphs need it.
+    def _build_pass_metadata(self, num_aux: int, upper: Tensor) -> None:
+        """Set the attention metadata of the filled pass, which has parts of buffers alone, as CUDA graphs need it.
 
         upper: [R], on the host, bounds on the tokens that each request attends to.
         """
         num_reqs, width = len(upper), 1 + num_aux
-        if width not in self.pass_starts:
-            self.pass_starts[width] = torch.arange(len(self.copied) + 1, dtype=torch.int32, device=self.device) * width
-        starts = self.pass_starts[width]
         self.gate.choose(0, num_reqs, width, lead=1)
-        writes = self.writes
-        writes.num_real, writes.source, writes.target = 0, self.copied[:num_reqs], self.group_blocks.own[:num_reqs, 0]
         self._build_metadata(
             self.aux_groups,
             num_reqs * width,
             upper,
-            query_start_loc_gpu=starts[: num_reqs + 1],
+            query_start_loc_gpu=self.pass_starts[width][: num_reqs + 1],
             query_start_loc_cpu=torch.arange(num_reqs + 1, dtype=torch.int32) * width,
             max_query_len=width,
             seq_lens=self.group_ends[:num_reqs],
             block_tables=[self.group_blocks.tables[:num_reqs]],
             is_prefilling=torch.zeros(num_reqs, dtype=torch.bool),
         )
+
+    def _run_draft_pass(self, num_reqs: int, num_aux: int) -> tuple[Tensor, Tensor]:
+        """Run the filled pass; fill the drafts after the first, unless they depend on it.
+
+        Returns:
+            States [R, 1 + A, D], and the logits [R, V] of the rows of x_1.
+        """
+        hidden = self._run_model(num_reqs * (1 + num_aux)).view(num_reqs, 1 + num_aux, -1)
+        if self.late is not None:
+            return hidden, self.target.compute_logits(hidden[:, 0])
+        count = self._count_drafts(num_aux)
+        rows = torch.cat([hidden[:, :1], hidden[:, 1 + self.lead : self.lead + count]], dim=1)  # [R, count, D]
+        logits = self._compute_logits(rows)  # one product for all
+        keys = self.first_pos[:num_reqs, None] + self.draft_index[:count]
+        self.draft_tokens[:num_reqs, :count] = self._sample_parallel(logits, keys, self.idx_mapping[:num_reqs])
+        return hidden, logits[:, 0]
+
+    def _draft_late(self, hidden: Tensor) -> None:
+        """Fill the drafts after the first by the late network, from states [R, 1 + A, D] of the pass."""
+        num_reqs, width, _ = hidden.shape
+        if self.late is not None and (count := self._count_drafts(width - 1)) > 1:
+            rows = hidden[:, 1 + self.lead : self.lead + count]
+            keys = self.first_pos[:num_reqs, None] + self.draft_index[1:count]
+            drafts, slots = self.draft_tokens[:num_reqs], self.idx_mapping[:num_reqs]
+            drafts[:, 1:count] = self._sample_sequential(rows, drafts[:, 0], keys, slots)
 
     def _run_model(self, num_rows: int) -> Tensor:
         forward = partial(self.model, input_ids=None, inputs_embeds=self.embeds[:num_rows])
@@ -239,18 +282,26 @@ class PtpSpeculator(HeadSpeculator):
         self.metadata, self.writes.source = None, None
         self.gate.choose(0, 1, self.plan.max_rows)
         hidden = self._run_model(len(self.embeds))
-        drafted = max((bucket.max_batch for bucket in self.plan.buckets), default=0) * self.num_speculative_steps
+        buckets, late = (bucket for bucket in self.plan.buckets if bucket.rows), self.late is not None
+        drafted = max((one.max_batch * (late or self._count_drafts(one.sizes[0])) for one in buckets), default=0)
+        slots = torch.zeros(drafted, dtype=torch.int64, device=self.device)
         logits = self.target.compute_logits(hidden.new_zeros(drafted, hidden.shape[1]))
-        if reads_u(self.head):
-            draft_tokens(self.head, logits, torch.zeros(drafted, device=self.device))
+        self._sample_parallel(logits[:, None], slots[:, None], slots)
+        verified = self.target.compute_logits(hidden[:1])
+        for first in (verified, self.first_logits[:1]):  # of verified rows and of x_1; float32 once processed
+            for given in (first, torch.empty_like(first, dtype=torch.float32)) if len(first) else ():
+                for dtype in (torch.int32, torch.int64):
+                    select_tokens(given, slots[:1].to(dtype), slots[:1], self.seeds, self.temperature)
 
-    def _compute_u(self, keys: Tensor, slots: Tensor) -> Tensor:
-        states, requests = self.sampler.sampling_states, slots[:, None].expand_as(keys).flatten()
-        return u_of(states.seeds.gpu, states.temperature.gpu, requests, keys.flatten()).view_as(keys)
+    def _draw_inputs(self) -> tuple[Tensor, Tensor]:
+        """Return seeds and temperatures by slot, where graphs read them."""
+        return self.seeds, self.temperature
 
     def _embed_u(self, keys: Tensor, slots: Tensor) -> Tensor:
-        u = self._compute_u(keys, slots) if self.head.informed else torch.full_like(keys, UNINFORMED, dtype=torch.float)
-        return self.embedding(u)
+        if not self.head.informed:
+            return self.embedding(torch.full_like(keys, UNINFORMED, dtype=torch.float))
+        requests = slots.clamp(min=0)[:, None].expand_as(keys).flatten()
+        return self.embedding(u_of(*self._draw_inputs(), requests, keys.flatten()).view_as(keys))
 
     def _compute_logits(self, hidden: Tensor) -> Tensor:
         return self.target.compute_logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
@@ -258,20 +309,22 @@ class PtpSpeculator(HeadSpeculator):
     def _sample_first_draft(self, logits: Tensor, input_batch: InputBatch) -> Tensor:
         """Return x_2 [R] as verification will pick it unless a grammar forbids it; logits [R, V] of the row of x_1."""
         num_reqs = input_batch.num_reqs
-        slots, prefix = input_batch.idx_mapping[:num_reqs], self.prefix_lens[:num_reqs]
-        slots_np, zeros = input_batch.idx_mapping_np[:num_reqs], torch.zeros_like(slots, dtype=torch.int32)
-        rows = slots, slots, slots_np, prefix, self.first_tokens[:num_reqs], zeros
+        slots, prefix = input_batch.idx_mapping[:num_reqs], self.first_pos[:num_reqs]
+        tokens, local_pos = self.input_tokens[:num_reqs], self.local_pos[:num_reqs]
+        rows = slots, slots, input_batch.idx_mapping_np[:num_reqs], prefix, tokens, local_pos
         upper = input_batch.seq_lens_cpu_upper_bound.numpy()[:num_reqs] + 1
         processed = self.sampler.apply_sampling_params(logits, *rows, upper)
-        return pick_tokens(processed, self.sampler.sampling_states, slots, prefix)
+        states = self.sampler.sampling_states
+        return select_tokens(processed, slots, prefix, states.seeds.gpu, states.temperature.gpu)
 
     def _sample_parallel(self, logits: Tensor, keys: Tensor, slots: Tensor) -> Tensor:
         """Return drafts [R, k] from logits [R, k, V], which include the temperature; keys: position before each."""
-        best = logits.argmax(dim=-1)
         if not reads_u(self.head):
-            return best
-        picked = draft_tokens(self.head, logits.flatten(0, 1), self._compute_u(keys, slots).flatten()).view_as(best)
-        return torch.where(self._is_greedy(slots)[:, None], best, picked)
+            return logits.argmax(dim=-1)
+        trust = self.head.distribution_trust if self.late is not None else None
+        requests = slots.clamp(min=0)[:, None].expand_as(keys).flatten()
+        seeds, temperature = self._draw_inputs()
+        return select_tokens(logits.flatten(0, 1), requests, keys.flatten(), seeds, temperature, trust).view_as(keys)
 
     def _sample_sequential(self, hidden: Tensor, first: Tensor, keys: Tensor, slots: Tensor) -> Tensor:
         """Return drafts [R, k] of the late network from states [R, k, D] and the token `first` [R] before them."""
@@ -282,6 +335,3 @@ class PtpSpeculator(HeadSpeculator):
 
         assert self.late is not None  # the callers ask
         return self.late.draft(hidden, first, self.target.embed_input_ids, choose)
-
-    def _is_greedy(self, slots: Tensor) -> Tensor:
-        return self.sampler.sampling_states.temperature.gpu[slots] == 0
