@@ -111,8 +111,9 @@ class BackboneSpeculator(MtpcSpeculator):
         self.num_queries = head.window - head.sample_from_anchor  # of a request
         num_rows, whole = self.max_num_reqs * self.num_queries, {"dtype": torch.int64, "device": device}
         self.hidden_states = torch.zeros(self.max_num_reqs, self.num_queries, size, dtype=self.dtype, device=device)
-        self.context = torch.zeros(self.max_num_tokens, size, dtype=self.dtype, device=device)
-        self.unwritten = 0  # rows of the context that are in no cache yet
+        rows = min(self.max_num_tokens, vllm_config.compilation_config.max_cudagraph_capture_size or 0)
+        self.aux = torch.zeros(rows, len(self.speculative_config.aux_layers) * size, dtype=self.dtype, device=device)
+        self.unwritten = 0  # rows of `aux`, those that graphs write the context of, that are in no cache yet
         self.row_positions, self.row_slots = torch.zeros(num_rows, **whole), torch.zeros(0, num_rows, **whole)
         self.ends = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         self.starts = torch.arange(self.max_num_reqs + 1, dtype=torch.int32, device=device) * self.num_queries
@@ -162,33 +163,39 @@ class BackboneSpeculator(MtpcSpeculator):
         metadata, groups = self.metadata, [group for groups in self.attn_groups for group in groups]
 
         def run() -> None:
-            self._write_context(0, num_rows)
-            for group in groups if self.supports_decode_metadata_update else ():
-                group.update_draft_decode_metadata(metadata)
+            self._write_context(self.aux[:num_rows], 0)
+            if self.supports_decode_metadata_update:
+                self._place_queries(num_reqs)
+                for group in groups:
+                    group.update_draft_decode_metadata(metadata)
             draft()
 
         return run
 
     def _max_graph_rows(self, num_reqs: int) -> int:
-        return min(num_reqs * (1 + self.num_speculative_steps), self.max_num_tokens)
+        return min(num_reqs * (1 + self.num_speculative_steps), len(self.aux))
 
     def _read_states(self, done: TargetPass) -> Tensor:
-        self.unwritten = done.batch.num_tokens
-        aux = torch.cat([states[: self.unwritten] for states in done.aux_states], dim=-1)
-        torch.mm(aux, self.model.backbone.fc.weight.T, out=self.context[: self.unwritten])
+        num_rows = done.batch.num_tokens
+        self.unwritten = min(num_rows, len(self.aux))
+        torch.cat([states[: self.unwritten] for states in done.aux_states], dim=-1, out=self.aux[: self.unwritten])
+        if self.unwritten < num_rows and done.attn_metadata is not None:
+            rest = torch.cat([states[self.unwritten : num_rows] for states in done.aux_states], dim=-1)
+            self._write_context(rest, self.unwritten)
         return done.states
 
     def _finish_step(self) -> None:
-        self._write_context(0, self.unwritten)
+        self._write_context(self.aux[: self.unwritten], 0)
 
     def _prepare_inputs(self, input_batch: InputBatch, graph: Any) -> None:
         num_reqs = input_batch.num_reqs if graph is None else graph.num_reqs
-        self._place_queries(num_reqs)
-        if graph is None or not self.supports_decode_metadata_update:  # else the graph updates that of its capture
+        if graph is None or not self.supports_decode_metadata_update:  # else the graph does so
+            self._place_queries(num_reqs)
             upper = input_batch.seq_lens_cpu_upper_bound[: input_batch.num_reqs] + self.num_queries
             upper = F.pad(upper.clamp(max=self.max_model_len), (0, num_reqs - len(upper)), value=self.num_queries)
             self._build_query_metadata(upper)
-        self._write_context(0 if graph is None else self._max_graph_rows(graph.num_reqs), self.unwritten)
+        start = 0 if graph is None else self._max_graph_rows(graph.num_reqs)
+        self._write_context(self.aux[start : self.unwritten], start)
         self.unwritten = 0
 
     def _place_queries(self, num_reqs: int) -> None:
@@ -228,17 +235,19 @@ class BackboneSpeculator(MtpcSpeculator):
             causal=False,
         )
 
-    def _write_context(self, start: int, stop: int) -> None:
-        if start < stop:
-            slots = [self.block_tables.slot_mappings[group, start:stop] for group in self.group_of]
+    def _write_context(self, aux: Tensor, start: int) -> None:
+        """Write the context of auxiliary states aux [T, L * D], those of the batch's rows from `start` on."""
+        if len(aux):
+            rows, backbone = slice(start, start + len(aux)), self.model.backbone
+            slots = [self.block_tables.slot_mappings[group, rows] for group in self.group_of]
             with self.priorities.set_priority():
-                positions = self.target_input_buffers.positions[start:stop]
-                self.model.backbone.write_context(self.context[start:stop], positions, slots)
+                backbone.write_context(aux @ backbone.fc.weight.T, self.target_input_buffers.positions[rows], slots)
 
     def _warm_up(self) -> None:
+        aux = self.aux.new_zeros(self.max_num_tokens, self.aux.shape[1])
+        positions = torch.zeros(len(aux), dtype=torch.int64, device=self.device)
         with self.priorities.set_priority():
-            positions = torch.zeros(len(self.context), dtype=torch.int64, device=self.device)
-            self.model.backbone.write_context(self.context, positions, None)
+            self.model.backbone.write_context(aux @ self.model.backbone.fc.weight.T, positions, None)
         max_reqs = max((batch for batch, drafts in enumerate(self.drafts_by_batch) if drafts), default=0)
         if max_reqs:
             self._run_model(max_reqs)

@@ -113,7 +113,7 @@ def test_replayed_draft_rebuilds_metadata_where_its_graph_does_not_update_it(
     tables = SimpleNamespace(slot_mappings=rows, input_block_tables=[rows])
     vars(made).update(supports_decode_metadata_update=is_supported, attn_groups=[[], [group]], block_tables=tables)
     vars(made).update(idx_mapping=rows, ends=rows, starts=rows, draft_is_prefilling=rows, unwritten=0)
-    vars(made).update(num_queries=3, num_speculative_steps=2, max_num_tokens=64)
+    vars(made).update(num_queries=3, num_speculative_steps=2, aux=torch.zeros(64, 2))
     replay = made._prepare_capture(4, 2)
     batch = SimpleNamespace(num_reqs=2, seq_lens_cpu_upper_bound=torch.tensor([5, 15, 1]))
     made._prepare_inputs(batch, None)
