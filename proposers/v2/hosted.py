@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import set_eagle3_aux_hidden_state_layers
@@ -124,6 +125,10 @@ class HostedSpeculator(MtpcSpeculator):
     def capture(self) -> None:
         self.host.capture()
         super().capture()
+
+    def drop_profiled_graphs(self) -> None:
+        held = [name for name, value in vars(self.host).items() if isinstance(value, CudaGraphManager)]
+        self.host.__dict__.update(dict.fromkeys(held))
 
     @torch.inference_mode()
     def propose(self, *step: Any, **options: Any) -> Tensor:

@@ -72,6 +72,8 @@ class HeadModelRunner(GPUModelRunner):
     def capture_model(self, **kwargs: Any) -> int:
         """Capture, and measure steps for the online plan; not across pipeline stages, which wait for each other."""
         size, arms = super().capture_model(**kwargs), self.speculative_config.arms
+        if kwargs.get("profile_only") and self.speculator is not None:
+            self.speculator.drop_profiled_graphs()
         has_graphs = getattr(getattr(self.speculator, "graphs", None), "graphs", None)
         if has_graphs and arms and self.vllm_config.parallel_config.pipeline_parallel_size == 1:
             self.costs = None if kwargs.get("profile_only") else measure_costs(self, arms)

