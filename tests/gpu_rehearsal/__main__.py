@@ -1,0 +1,76 @@
+"""Rehearses engines; exit status 1 if one does not start or this package does what no GPU should see."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = {
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "CUDA_VISIBLE_DEVICES": "0",
+    "HF_HUB_OFFLINE": "1",
+}
+# torch.compile without inductor: vLLM's backend splits the traced graph, whose pieces run as they are.
+COMPILED = {
+    "compilation_config": {
+        "mode": 3,
+        "backend": "eager",
+        "custom_ops": ["none"],
+        "cudagraph_mode": "FULL_AND_PIECEWISE",
+        "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64],
+    }
+}
+
+
+def rehearse(made: Any, args: argparse.Namespace, has_faults: bool) -> int:
+    """Rehearse in a fork, print and write the report; return the exit status."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    engine = {"dtype": args.dtype, "max_num_seqs": args.seqs} | (COMPILED if args.compile else {}) | args.engine
+    report = made.run(engine, args.spec, has_faults)
+    name = Path(report.head).name + "-faults" * has_faults
+    if args.json:
+        (args.json / f"{name}.json").write_text(report.to_json())
+    for one, count in sorted(report.findings.items(), key=lambda item: (not item[0].ours, item[0].kind)):
+        if one.matters:
+            print(f"{'*' if one.ours else ' '} {one.phase:12s} {one.kind:13s} {count:4d}  {one.what}  @ {one.where}")
+    drafts = sorted({(one.num_reqs, "+" * one.has_prompt, one.count, one.allocated) for one in report.drafts})
+    shown = ", ".join(f"{reqs}{more}: {count}, {size} B" for reqs, more, count, size in drafts)
+    print(f"drafts outside of graphs (requests, +: with prompts: GPU operations, new bytes): {shown}")
+    built = f"{report.variants} Triton variants, {report.compile_seconds:.1f} s of compiling"
+    print(f"{name}: {built}, {report.seconds:.1f} s in all; {report.error or 'done'}", flush=True)
+    os._exit(bool(report.error or (report.serious and not has_faults)))  # vLLM's threads do not end by themselves
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu_rehearsal", description=__doc__)
+    parser.add_argument("heads", nargs="+", metavar="HEAD", help="'plain', a packaged head's name, or a head's folder")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--seqs", type=int, default=8, help="max_num_seqs")
+    parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="arguments of the engine")
+    parser.add_argument("--spec", type=json.loads, default={}, metavar="JSON", help="keys of speculative_config")
+    parser.add_argument("--cubin", action="store_true", help="compile to machine code, not only to Triton's IR")
+    parser.add_argument("--compile", action="store_true", help="trace the target with Dynamo, in vLLM's pieces")
+    parser.add_argument("--faults", metavar="HEAD", help="rehearse this head too, with the faults of faults.py")
+    parser.add_argument("--json", type=Path, metavar="FOLDER", help="write a report for each head")
+    args = parser.parse_args()
+    os.environ.update(ENVIRONMENT)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+    from tests.gpu_rehearsal.rehearsal import Rehearsal
+
+    make = Rehearsal.replace_modules(args.cubin)
+    statuses = [rehearse(make(head), args, has_faults=False) for head in args.heads]
+    statuses += [rehearse(make(args.faults), args, has_faults=True)] if args.faults else []
+    sys.exit(max(statuses))
+
+
+if __name__ == "__main__":
+    main()

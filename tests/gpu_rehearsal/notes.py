@@ -1,0 +1,65 @@
+"""What a rehearsal finds: the kind, the phase and the place in the code."""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from dataclasses import dataclass
+
+PHASES = (
+    *("import", "config", "load", "profile", "graph memory", "kv cache", "warm-up", "capture", "step", "done"),
+    "in graph",  # while a CUDA graph is captured
+)
+# A user notices these in every phase: the engine does not start, or starts only on some installations.
+ALWAYS = ("device", "type", "nvrtc", "graph")
+SERVING = ("step", "in graph")
+OWN = ("/proposers/", "/vllm_mtpc/", "/kernels/")
+HIDDEN = ("/torch/", "/tests/gpu_rehearsal/")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One kind of event at one place.
+
+    Attributes:
+        phase: of `PHASES`.
+        kind: "device", "type", "wait", "pageable copy", "compile", "nvrtc" or "graph" (of what a graph cannot hold).
+        what: the operation.
+        where: the innermost frame, then up to two frames of this package.
+        ours: whether a frame is of this package.
+    """
+
+    phase: str
+    kind: str
+    what: str
+    where: str
+    ours: bool
+
+    @property
+    def matters(self) -> bool:
+        return self.kind in ALWAYS or self.phase in SERVING
+
+
+class Notes:
+    """The findings of a run, with their number."""
+
+    def __init__(self) -> None:
+        self.phase, self.found = PHASES[0], Counter[Finding]()
+
+    def add(self, kind: str, what: str, ours: bool | None = None) -> None:
+        """Note an event here; `ours`: whose it is, by default this package's if one of its frames is in the stack."""
+        frames = [
+            frame for frame in traceback.extract_stack(limit=60) if not any(part in frame.filename for part in HIDDEN)
+        ]
+        own = [frame for frame in frames if any(part in frame.filename for part in OWN)]
+        own = [frame for frame in own if "/site-packages/" not in frame.filename]
+        shown = frames[-1:] + [frame for frame in own[-2:] if frame is not frames[-1]]
+        where = " < ".join(f"{_short(frame.filename)}:{frame.lineno}" for frame in shown)
+        self.found[Finding(self.phase, kind, what, where, bool(own) if ours is None else ours)] += 1
+
+
+def _short(filename: str) -> str:
+    return "/".join(filename.split("site-packages/")[-1].split("/")[-4:])
+
+
+NOTES = Notes()  # of this process: what replaces torch.cuda has no other way to reach it

@@ -1,0 +1,262 @@
+"""The phases of a GPU engine: what vLLM's worker does, on the replaced torch.cuda, Triton and platform."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import tempfile
+import time
+import traceback
+import types
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.gpu_rehearsal import faults
+from tests.gpu_rehearsal.device import CUDA, Gpu, Graph, replace_torch_cuda
+from tests.gpu_rehearsal.launches import Launches
+from tests.gpu_rehearsal.notes import NOTES, Finding
+from tests.gpu_rehearsal.platform import replace_platform
+
+KV_BYTES = 1 << 28
+IMPORTED = ("vllm.engine.arg_utils", "vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu.warmup", "vllm_mtpc.plugin")
+BATCHES = (1, 2, 3, 16, 17)  # each of them and max_num_seqs is decoded in several steps
+ENGINE: dict[str, Any] = {
+    "max_model_len": 240,
+    "max_num_batched_tokens": 1024,
+    "load_format": "dummy",
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]},
+    "kv_cache_memory_bytes": KV_BYTES,
+    "enable_prefix_caching": False,
+    "seed": 0,
+}
+
+
+@dataclass
+class Draft:
+    """The GPU work of one call of `propose` outside of CUDA graphs.
+
+    Attributes:
+        num_reqs: requests of the batch.
+        has_prompt: whether it has more rows than verification of K drafts has.
+        operations: number of operations and launches by name.
+        allocated: bytes of new tensors.
+    """
+
+    num_reqs: int
+    has_prompt: bool
+    operations: dict[str, int]
+    allocated: int
+
+    @property
+    def count(self) -> int:
+        return sum(self.operations.values())
+
+
+@dataclass
+class Report:
+    """The result of a rehearsal; `error`: None, or why it ended early."""
+
+    head: str
+    findings: dict[Finding, int] = field(default_factory=dict)
+    drafts: list[Draft] = field(default_factory=list)
+    variants: int = 0
+    compile_seconds: float = 0.0
+    seconds: float = 0.0
+    error: str | None = None
+
+    @property
+    def serious(self) -> dict[Finding, int]:
+        """The findings of this package that a user of a GPU would notice."""
+        return {one: count for one, count in self.findings.items() if one.ours and one.matters}
+
+    @property
+    def most_operations(self) -> int:
+        """The most GPU operations of a draft outside of graphs, in steps without prompts."""
+        return max((draft.count for draft in self.drafts if not draft.has_prompt), default=0)
+
+    def to_json(self) -> str:
+        findings = [asdict(one) | {"count": count} for one, count in self.findings.items()]
+        drafts = [asdict(draft) for draft in self.drafts]
+        return json.dumps(vars(self) | {"findings": findings, "drafts": drafts}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        given = json.loads(text)
+        counts = [one.pop("count") for one in given["findings"]]
+        given["findings"] = dict(zip([Finding(**one) for one in given["findings"]], counts, strict=True))
+        given["drafts"] = [Draft(**one) for one in given["drafts"]]
+        return cls(**given)
+
+
+class Rehearsal:
+    """One engine; the modules that `replace_modules` replaced hold its GPU, so a process can rehearse once."""
+
+    def __init__(self, gpu: Gpu, launches: Launches, head: str) -> None:
+        self.begun, self.report, self.gpu, self.launches = time.time(), Report(head), gpu, launches
+
+    @classmethod
+    def replace_modules(cls, to_cubin: bool) -> Callable[[str], Rehearsal]:
+        """Replace torch.cuda, Triton's launches and vLLM's platform; return the function that makes a rehearsal."""
+        gpu = Gpu({})
+        launches = Launches(gpu, to_cubin)
+        replace_torch_cuda()
+        launches.replace_triton()
+        replace_platform(gpu, launches)
+        for module in IMPORTED:  # once for all rehearsals, which are forks
+            import_module(module)
+        return partial(cls, gpu, launches)
+
+    def run(self, engine: dict[str, Any], spec: dict[str, Any], fault: bool) -> Report:
+        try:
+            self._run(engine, spec, fault)
+        except Exception as error:
+            self.report.error = f"{type(error).__name__}: {error}"[:2000]
+            traceback.print_exc()
+        compiled = self.launches.seconds
+        self.report.findings = dict(NOTES.found)
+        self.report.variants, self.report.compile_seconds = len(compiled), sum(compiled.values())
+        self.report.seconds = time.time() - self.begun
+        return self.report
+
+    def _phase(self, name: str) -> None:
+        NOTES.phase = name
+        done = f"{sum(self.launches.counts.values())} launches, {len(self.launches.seconds)} Triton variants"
+        print(f"[{time.time() - self.begun:5.1f} s] {name}; {done}", file=sys.stderr, flush=True)
+
+    def _run(self, engine: dict[str, Any], spec: dict[str, Any], fault: bool) -> None:
+        self._phase("config")
+        config = self._config(engine, spec)
+        from vllm.config import set_current_vllm_config
+        from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+        from vllm.v1.worker.workspace import init_workspace_manager
+
+        with set_current_vllm_config(config), tempfile.TemporaryDirectory() as folder:
+            init_distributed_environment(1, 0, f"file://{folder}/store", 0, backend="gloo")
+            ensure_model_parallel_initialized(1, 1)
+            init_workspace_manager(CUDA, 1, 1)
+            with self.gpu:
+                runner = self._load(config)
+                if fault:
+                    faults.inject(runner.speculator)
+                self._prepare(runner, config)
+                self._decode(runner, config)
+
+    def _config(self, engine: dict[str, Any], spec: dict[str, Any]) -> Any:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.plugins import load_general_plugins
+
+        from vllm_mtpc import demo
+
+        given = {"model": str(demo.path("target"))} | ENGINE | engine
+        if self.report.head != "plain":
+            head = self.report.head
+            folder = Path(head) if "/" in head else demo.path(head)
+            method = json.loads((folder / "config.json").read_text())["speculators_model_type"]
+            given["speculative_config"] = {"method": method, "model": str(folder)} | spec
+        load_general_plugins()
+        return EngineArgs(**given).create_engine_config()
+
+    def _load(self, config: Any) -> Any:
+        """Make the runner and load a model without values: its parameters are FakeTensors."""
+        import vllm.model_executor.model_loader.dummy_loader as dummy
+        import vllm.model_executor.model_loader.reload.layerwise as layerwise
+        from vllm.model_executor.models.utils import AutoWeightsLoader
+        from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+        self._phase("load")
+        dummy.initialize_single_dummy_weight = lambda *_, **__: None
+        layerwise.capture_layer_to_meta = lambda layer: ({}, {})
+        AutoWeightsLoader.load_weights = lambda *_, **__: set()
+        if config.speculative_config is not None:
+            from vllm_mtpc.proposers.patches.patch import apply, derived
+            from vllm_mtpc.proposers.patches.vllm_patches import init_speculator
+            from vllm_mtpc.proposers.v2.model_runner_v2 import HeadModelRunner
+
+            apply(init_speculator)
+        runner = GPUModelRunner(config, CUDA)
+        if config.speculative_config is not None:
+            runner.__class__ = derived(HeadModelRunner, runner.__class__)
+            runner.begin()
+        runner.load_model()
+        for module in {*runner.model.modules(), *config.compilation_config.static_forward_context.values()}:
+            _place_tensors(module)
+        if runner.speculator is not None:
+            rows = 1 + runner.speculator.num_speculative_steps
+            runner.speculator.propose = self._counted(runner.speculator.propose, rows)
+        return runner
+
+    def _prepare(self, runner: Any, config: Any) -> None:
+        from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+        from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup, warmup_kernels
+        from vllm.v1.worker.gpu_worker import Worker
+
+        self._phase("profile")
+        runner.profile_run()
+        self._phase("graph memory")
+        worker = types.SimpleNamespace(vllm_config=config, model_runner=runner)
+        layouts = Worker.get_supported_kv_cache_layouts(worker)
+        resolve_kv_cache_layout(config, [layouts], runner.get_kv_cache_spec().values())
+        runner.profile_cudagraph_memory()
+        gc.collect()
+        if Graph.alive:
+            NOTES.add("graph", f"{len(Graph.alive)} graphs of vLLM's memory profile are still held", ours=True)
+        self._phase("kv cache")
+        (kv_config,) = get_kv_cache_configs(config, [runner.get_kv_cache_spec()], [KV_BYTES])
+        config.cache_config.num_gpu_blocks = kv_config.num_blocks
+        if config.speculative_config is not None:
+            config.speculative_config.reserved_blocks(config, kv_config)
+        runner.initialize_kv_cache(kv_config)
+        self._phase("warm-up")
+        step = runner, runner.execute_model, runner.sample_tokens
+        for size in (config.scheduler_config.max_num_batched_tokens, 1):
+            runner._dummy_run(size)
+        run_mixed_prefill_decode_warmup(*step, 16)
+        warmup_kernels(*step)
+        self._phase("capture")
+        runner.capture_model()
+
+    def _decode(self, runner: Any, config: Any) -> None:
+        """Serve batches of the requests that vLLM's own warm-up makes: all sampling options, prompts and steps."""
+        from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup, warmup_kernels
+
+        self._phase("step")
+        step = runner, runner.execute_model, runner.sample_tokens
+        run_mixed_prefill_decode_warmup(*step, 16, req_id_prefix="again")
+        most = config.scheduler_config.max_num_seqs
+        for count in sorted({*BATCHES, most}, reverse=True):
+            if count <= most:
+                config.scheduler_config.max_num_seqs = count
+                warmup_kernels(*step)
+        self._phase("done")
+
+    def _counted(self, propose: Callable[..., Any], rows: int) -> Callable[..., Any]:
+        def counted(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+            gpu = self.gpu
+            gpu.counts.clear()
+            gpu.allocated, gpu.counting = 0, True
+            try:
+                return propose(input_batch, *args, **kwargs)
+            finally:
+                gpu.counting = False
+                if NOTES.phase == "step":
+                    has_prompt = input_batch.num_tokens > rows * input_batch.num_reqs
+                    draft = Draft(input_batch.num_reqs, has_prompt, dict(gpu.counts), gpu.allocated)
+                    self.report.drafts.append(draft)
+
+        return counted
+
+
+def _place_tensors(module: nn.Module) -> None:
+    """Give a device to the tensors that loading without values left on "meta"."""
+    for name, value in [*module._buffers.items(), *vars(module).items()]:
+        if isinstance(value, torch.Tensor) and value.device.type == "meta":
+            setattr(module, name, torch.empty(value.shape, dtype=value.dtype, device=CUDA))

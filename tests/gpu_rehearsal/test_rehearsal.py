@@ -1,0 +1,108 @@
+"""Engines start and draft on a rehearsed GPU; injected faults are found (`tests/gpu_rehearsal`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e import test_hosted
+from tests.gpu_rehearsal.faults import FAULTS
+from tests.gpu_rehearsal.rehearsal import Report
+from tests.support.configs import write_head
+from tests.support.models import make_target
+
+ROOT = Path(__file__).parents[2]
+FLOAT32 = ("--dtype", "float32")
+# The most GPU operations of a draft outside of CUDA graphs. PTP: 4, and vLLM's own kernels for the first draft, 16 if
+# requests use every sampling option, as those of the rehearsal do.
+OPERATIONS = {"btree": 1, "backbone": 2, "late": 20}
+
+
+def rehearse(folder: Path, *arguments: str) -> dict[str, Report]:
+    """Return the reports of `python -m tests.gpu_rehearsal`, by name; its output is kept for failures."""
+    command = [sys.executable, "-m", "tests.gpu_rehearsal", *arguments, "--json", str(folder)]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, check=False, timeout=900)
+    return {file.stem: Report.from_json(file.read_text()) for file in folder.iterdir()}
+
+
+def check(report: Report, drafts: bool = True) -> None:
+    assert report.error is None
+    assert not report.serious, "\n".join(f"{one} {count}" for one, count in report.serious.items())
+    assert bool(report.drafts) == drafts
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+    return rehearse(tmp_path_factory.mktemp("reports"), "plain", *OPERATIONS, "--faults", "btree")
+
+
+def test_plain_engine_starts_and_has_no_finding_of_ours(reports: dict[str, Report]) -> None:
+    check(reports["plain"], drafts=False)
+
+
+@pytest.mark.parametrize("head", OPERATIONS)
+def test_head_starts_and_drafts(head: str, reports: dict[str, Report]) -> None:
+    """No mixed devices, wrong types, waits, pageable copies, compilation, NVRTC or graphs that are kept too long."""
+    check(reports[head])
+    assert reports[head].most_operations == OPERATIONS[head]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_injected_fault_is_found(fault: Any, reports: dict[str, Report]) -> None:
+    kind, text = FAULTS[fault]
+    found = reports["btree-faults"].serious
+    assert [one for one in found if one.kind == kind and text in one.what]
+
+
+PACKAGED = ("ff", "cp", "hmm", "btree", "backbone", "o-ptp", "c-ptp", "late")
+MERGED = ("--spec", json.dumps({"draft_pass": "merged"}))
+NIGHTLY: dict[str, tuple[str, ...]] = {
+    "other heads": ("ff", "cp", "hmm", "o-ptp", "c-ptp"),
+    "float32": ("btree", "backbone", "late", *FLOAT32),
+    "merged": ("o-ptp", "late", *MERGED),
+    "Triton attention": ("backbone", "late", "--engine", json.dumps({"attention_backend": "TRITON_ATTN"})),
+    "machine code": ("btree", "late", "--cubin"),
+    "compiled": ("plain", "btree", "backbone", "late", "--compile"),
+    "grammars": ("btree", "--spec", json.dumps({"mask_drafts": True})),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", NIGHTLY)
+def test_other_engines_start_and_draft(case: str, tmp_path: Path) -> None:
+    found = rehearse(tmp_path, *NIGHTLY[case])
+    assert {*found} == {head for head in NIGHTLY[case] if head in ("plain", *PACKAGED)}
+    for head, report in found.items():
+        check(report, drafts=head != "plain")
+
+
+def make_folder(place: Path, name: str) -> Path:
+    """A tiny target in `target`, and the head of a case."""
+    if name in ("mimo", "eagle3", "speculators dflash", "speculators dspark"):
+        test_hosted.make_case(place, name)
+        return place / "head"
+    if name == "product":
+        test_hosted.make_circuit(place, "mimo", "product")
+        return place / "circuit"
+    target = make_target(place / "target", vocab_size=48, seed=0, layers=4)
+    write_head(place / "head", target.config.to_dict(), lora_layers=2)
+    return place / "head"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["mimo", "eagle3", "speculators dflash", "speculators dspark", "product", "draft layers"]
+)
+def test_hosted_drafters_and_draft_layers_start(name: str, tmp_path: Path) -> None:
+    head = make_folder(tmp_path, name)
+    engine = {"model": str(tmp_path / "target"), "trust_remote_code": True, "max_model_len": 96}
+    (tmp_path / "reports").mkdir()
+    (report,) = rehearse(tmp_path / "reports", str(head), "--engine", json.dumps(engine)).values()
+    check(report)
