@@ -22,11 +22,15 @@ SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "nu
 SIZES |= {"vocab_size": 48, "max_position_embeddings": 128}
 GROUPED = SIZES | {"num_key_value_heads": 1, "head_dim": 32}
 CAPPED = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "sliding_window": 16}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+LATENT |= {"num_key_value_heads": 2}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaConfig", GROUPED),
     "Qwen3": ("Qwen3Config", GROUPED | {"tie_word_embeddings": True}),
     "Gemma2": ("Gemma2Config", GROUPED | CAPPED),
     "GPTNeoX": ("GPTNeoXConfig", SIZES | {"num_attention_heads": 1}),
+    "HyperCLOVAX": ("HyperCLOVAXConfig", GROUPED | {"logits_scaling": 4.0}),
+    "MiniCPM3": ("MiniCPM3Config", SIZES | LATENT | {"dim_model_base": 8}),  # states divided by 4 before the lm_head
 }
 MAMBA = GROUPED | {"num_hidden_layers": 4, "mamba_n_heads": 2, "mamba_d_head": 32, "mamba_d_state": 32}
 MAMBA |= {"mamba_n_groups": 1, "num_attention_heads": 1}
@@ -48,7 +52,11 @@ INT4 = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(num_bits=
 
 def make_family(name: str, folder: Path) -> Path:
     """Write a target of a family in float32; its states depend on all tokens before them."""
-    config, sizes = (FAMILIES | HYBRIDS)[name]
+    return make_random(*(FAMILIES | HYBRIDS)[name], folder)
+
+
+def make_random(config: str, sizes: dict[str, Any], folder: Path) -> Path:
+    """Write a target of a config's class in float32, with random weights."""
     torch.manual_seed(0)
     made = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**sizes))
     with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from benchmarks.tiny_targets import HYBRIDS, make_family
 from tests.support import forks
 from tests.support.engine import SMALL
+from vllm_mtpc.engine.recording import Recorded
 from vllm_mtpc.engine.served_target import load_served_target
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.text import Sampling, generate
-from vllm_mtpc.hf import load_target
+from vllm_mtpc.hf import Target, load_target
 
 LENGTHS = (2, 61, 17, 40, 5, 33, 58, 29)
 PROMPTS = [[(7 * number + place * place) % 41 + 1 for place in range(size)] for number, size in enumerate(LENGTHS)]
@@ -55,6 +57,7 @@ def recorded(folder: Path, out: Path, layers: list[int], more: dict[str, Any]) -
         ("Qwen3", "v1", [0]),
         ("Gemma2", "v1", []),
         ("GPTNeoX", "v1", []),
+        ("MiniCPM3", "v1", []),
         ("Llama", "v2", [1]),
         ("FalconH1", "v1", []),
         ("GraniteMoeHybrid", "v1", []),
@@ -100,3 +103,51 @@ def test_prompts_without_room_are_skipped_or_refused(tmp_path: Path) -> None:
             target.hidden(torch.ones(1, 40, dtype=torch.long))
     finally:
         target.recorder.close()
+
+
+class Transformers:
+    """A recorder that returns what vLLM's returns, computed by a target on transformers; `scale`: vLLM's own."""
+
+    def __init__(self, target: Target, scale: float) -> None:
+        self.target, self.scale, self.layers = target, scale, ()
+
+    def record(self, prompts: list[list[int]], layers: list[int] = ()) -> Iterator[Recorded]:  # type: ignore[assignment]
+        for tokens in prompts:
+            yield Recorded(tokens, self.target.hidden(torch.tensor([tokens[:-1]]))[0])
+
+    def log_probs(self, prompt: list[int]) -> dict[int, float]:
+        logits = self.scale * self.target.logits(self.target.hidden(torch.tensor([prompt]))[0, -1])
+        values, ids = logits.log_softmax(-1).topk(3)
+        return dict(zip(ids.tolist(), values.tolist(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("family", "scale"), [("HyperCLOVAX", 1.0), ("HyperCLOVAX", 0.5), ("Gemma2", 1.0), ("MiniCPM3", 1.0)]
+)
+def test_logits_of_served_states_are_those_of_vllm_or_refused(tmp_path: Path, family: str, scale: float) -> None:
+    target = load_target(make_family(family, tmp_path), torch.float32)
+    served = load_served_target(tmp_path, torch.float32, "cpu", {})
+    served.recorder = Transformers(target, scale)  # type: ignore[assignment]
+    tokens = torch.tensor([PROMPTS[3]])
+    if scale != 1:
+        with pytest.raises(UsageError, match=r"log-probabilities of vLLM differ by .*type --states transformers"):
+            served.hidden(tokens)
+        return
+    states = served.hidden(tokens)[:, :-1]
+    torch.testing.assert_close(served.logits(states), target.logits(states))
+
+
+@pytest.mark.slow
+def test_logits_of_another_lm_head_than_that_of_the_engine_are_refused(tmp_path: Path) -> None:
+    expected = load_target(make_family("HyperCLOVAX", tmp_path), torch.float32)
+    served = load_served_target(tmp_path, torch.float32, "cpu", {"max_model_len": 96})
+    tokens = torch.tensor([PROMPTS[3]])
+    try:
+        states = served.hidden(tokens)[:, :-1]
+        torch.testing.assert_close(served.logits(states), expected.logits(states))
+        served.is_checked = False
+        served.lm_head.weight.mul_(1.3)
+        with pytest.raises(UsageError, match=r"log-probabilities of vLLM differ by .*type --states transformers"):
+            served.hidden(tokens)
+    finally:
+        served.recorder.close()

@@ -102,6 +102,14 @@ class RecordingEngine:
                     reason = f"vLLM cannot compute its states: {error.reason}; its log is {self.log.name}"
                     raise UsageError(f"target {name}: {reason}") from None
 
+    def log_probs(self, prompt: list[int]) -> dict[int, float]:
+        """Return the log-probabilities of the likeliest next tokens, by token."""
+        self._start((), may_draft=True)
+        body = {"model": self.options["model"], "prompt": prompt, "max_tokens": 1, "temperature": 0.0}
+        body |= {"logprobs": 3, "return_tokens_as_token_ids": True}
+        (choice,) = self.server.client.choices(body)  # type: ignore[union-attr]
+        return {int(name[9:]): value for name, value in choice["logprobs"]["top_logprobs"][0].items()}  # token_id:N
+
     def stop(self) -> None:
         """End the engine; the next call of `record` starts one."""
         if self.server is not None:

@@ -20,7 +20,7 @@ from vllm_mtpc.checkpoint.load import Shards
 from vllm_mtpc.checkpoint.locate import download
 from vllm_mtpc.engine.recording import Recorded, RecordingEngine
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.hf.model import Target, target_config, tokenizer_if_any
+from vllm_mtpc.hf.model import Target, logits_of, target_config, tokenizer_if_any
 
 LM_HEADS = ("lm_head", "embed_out")  # names in checkpoints
 EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "word_embeddings", "embeddings")
@@ -53,6 +53,8 @@ class ServedTarget(Target):
     recorder: RecordingEngine
     kept_bytes: int = 0  # most bytes of `kept`
     kept: dict[bytes, Tensor] = field(default_factory=dict)  # states [T - 1, W] of responses, in files, by their text
+    code: Any = None  # the model whose forward computes logits; None: they are those of the lm_head alone
+    is_checked: bool = False  # logits are vLLM's
 
     @property
     def drafter(self) -> dict[str, Any] | None:
@@ -80,6 +82,8 @@ class ServedTarget(Target):
             found = None if layers else self.kept.get(text_key(text))
             found = self.columns(next(computed).states, layers) if found is None else found
             states[place] = found.to(states)
+        if texts and not self.is_checked:
+            self.check_logits(texts[0][:-1], states[places[0]][-1, -self.hidden_size :])
         return states
 
     def respond(
@@ -91,6 +95,21 @@ class ServedTarget(Target):
             if found.finish_reason and (left := self.kept_bytes - found.states.nbytes) >= 0:
                 self.kept_bytes, self.kept[text_key(found.tokens)] = left, self.columns(found.states, ())
             yield found
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        hidden = hidden.to(self.dtype)
+        return (logits_of(self.code, hidden, self.lm_head) if self.code else self.lm_head(hidden)).float()
+
+    def check_logits(self, text: list[int], state: Tensor) -> None:
+        """Raise UsageError unless the logits of the state [D] after a text are vLLM's."""
+        logits, theirs = self.logits(state).cpu(), self.recorder.log_probs(text)
+        off = max(abs(float(logits.log_softmax(-1)[token]) - expected) for token, expected in theirs.items())
+        if off > 0.01 + float(logits.abs().max()) / 64:  # rounding of bfloat16 and of quantised products
+            raise UsageError(
+                f"target {self.name}: log-probabilities of vLLM differ by {off:.2g} from those of its states and the "
+                "lm_head of the checkpoint; type --states transformers, or name another target"
+            )
+        self.is_checked = True
 
     def columns(self, states: Tensor, layers: Sequence[int]) -> Tensor:
         """Return the states of `layers` and the final ones of recorded states, which may have more layers."""
@@ -122,7 +141,7 @@ def load_served_target(
     Raises:
         UsageError, CheckpointError: the config, or the embeddings and the lm_head, cannot be read.
     """
-    from transformers import GenerationConfig
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     name, config = str(name), target_config(name)
     shards, text = Shards(Path(name) if Path(name).is_dir() else download(name, "target")), config.get_text_config()
@@ -144,7 +163,10 @@ def load_served_target(
     options = {"dtype": str(dtype).removeprefix("torch."), **engine}
     options.pop("speculative_config", None)
     recorder = RecordingEngine(name, options, torch.device(device).type == "cuda", drafter)
-    return ServedTarget(name, model, tokenizer_if_any(name), nn.Module(), model.lm_head, "vllm", recorder)
+    served = ServedTarget(name, model, tokenizer_if_any(name), nn.Module(), model.lm_head, "vllm", recorder)
+    with suppress(Exception), torch.device("meta"):  # transformers has no such class: `check_logits` decides
+        served.code = AutoModelForCausalLM.from_config(text)
+    return served
 
 
 def read_weight(shards: Shards, names: Sequence[str]) -> Tensor | None:

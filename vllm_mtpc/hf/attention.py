@@ -81,7 +81,7 @@ def check_packing(backbone: nn.Module, attention: str, device: torch.device | st
     if (one - other).float().norm() > allowed * one.float().norm():
         raise UsageError(
             f"{type(backbone).__name__} does not keep the documents of a packed row apart (recurrent layers, or a "
-            "custom mask): name a target of attention layers that transformers implements"
+            "custom mask); type --states vllm, or name another target"
         )
 
 

@@ -5,9 +5,10 @@ Training and evaluation use it; serving uses vLLM's model. Code in a model's rep
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,7 +44,7 @@ class Target:
     name: str
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
-    backbone: nn.Module  # input ids -> hidden states after the final norm
+    backbone: nn.Module  # input ids -> hidden states that the lm_head reads
     lm_head: nn.Module
     attention: str  # "torch" or "xformers"
 
@@ -116,14 +117,36 @@ class Target:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return next-token logits [..., V] of hidden[..., D], float32, with the model's scale and soft cap."""
-        logits = self.lm_head(hidden.to(self.dtype)).float()
-        if scale := getattr(self.config, "logit_scale", None):  # Cohere multiplies
-            logits = logits * scale
-        if scaling := getattr(self.config, "logits_scaling", None):  # Granite divides
-            logits = logits / scaling
-        if cap := getattr(self.config, "final_logit_softcapping", None):  # Gemma
-            logits = torch.tanh(logits / cap) * cap
-        return logits
+        return logits_of(self.model, hidden.to(self.dtype), self.lm_head).float()
+
+
+class Given(tuple[Tensor]):
+    """States as the output of a backbone of any class: all its other fields are None."""
+
+    def __getattr__(self, name: str) -> Tensor | None:
+        return self[0] if name == "last_hidden_state" else None
+
+
+def find_backbone(model: nn.Module) -> Any:
+    """Return the part of a causal language model of transformers that computes states; None: there is not one."""
+    parts = [child for child in model.children() if hasattr(child, "base_model_prefix")]
+    return parts[0] if len(parts) == 1 else None
+
+
+def logits_of(model: Any, states: Tensor, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the logits [..., V] by the forward of a model in which another lm_head reads states[..., D]."""
+    flat, shell = Given([states.reshape(1, -1, states.shape[-1])]), copy.copy(model)
+    forwards = {find_backbone(model): lambda *args, **kwargs: flat}
+    forwards[model.get_output_embeddings()] = lambda *args: lm_head(flat[0])
+    shell.__dict__["_modules"] = {**model._modules}
+    for name, module in model._modules.items():
+        if module in forwards:
+            shell._modules[name] = view = copy.copy(module)
+            view.__dict__ |= {"forward": forwards[module], "_forward_hooks": {}, "_forward_pre_hooks": {}}
+            view.__dict__["_modules"] = {**module._modules, "decoder": view}  # OPT calls its backbone's decoder
+    tokens = torch.zeros(flat[0].shape[:2], dtype=torch.long, device=states.device)
+    logits = shell(input_ids=tokens, use_cache=False).logits
+    return logits.view(*states.shape[:-1], logits.shape[-1])
 
 
 def bind(head: Head, target: Target) -> None:
@@ -143,15 +166,17 @@ def load_target(
     name, attention, config = str(name), choose_attention(attention, device), target_config(name)
     # transformers' SDPA attention omits the soft cap of attention logits (Gemma 2); its eager attention does not
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-    if capped or config.model_type == EVABYTE:  # implements EVA attention
+    # nor has it attention sinks or ALiBi: some models have their own attention alone
+    eager = capped or not getattr(AutoModelForCausalLM._model_mapping.get(type(config), None), "_supports_sdpa", True)
+    if eager or config.model_type == EVABYTE:  # implements EVA attention
         attention = "torch"
-    implementation = "eager" if capped else IMPLEMENTATIONS[attention]
+    implementation = "eager" if eager else IMPLEMENTATIONS[attention]
     with _reading(name, "not a causal language model that transformers can load", "one"):
         model, found = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, attn_implementation=implementation, output_loading_info=True, **NO_REMOTE_CODE
         )
     kind, missing, problem = type(model).__name__, sorted(found["missing_keys"]), None
-    if model.get_output_embeddings() is None or model.base_model is model:
+    if model.get_output_embeddings() is None or find_backbone(model) is None:
         problem = f"{kind} has no lm_head"
     elif missing:  # transformers initialises missing weights at random
         problem = f"its files have no {missing[0]} ({len(missing)} tensors of {kind} are missing)"
@@ -166,7 +191,27 @@ def load_target(
         rows = lm_head.weight[: config.vocab_size]
         lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
         lm_head.weight = nn.Parameter(rows, requires_grad=False)
-    return Target(name, model, tokenizer_if_any(name), model.base_model, lm_head, attention)
+    _match_model(target := Target(name, model, tokenizer_if_any(name), find_backbone(model), lm_head, attention))
+    return target
+
+
+@torch.no_grad()
+def _match_model(target: Target) -> None:
+    """Let `hidden` return what the lm_head reads, as vLLM does. Raises UsageError if `logits` are not the model's."""
+    tokens = torch.arange(8, device=target.device)[None] % target.vocab_size
+    expected = target.model(input_ids=tokens, use_cache=False).logits.float()
+    with suppress(AttributeError, IndexError, RuntimeError, TypeError):  # other parts than backbone, norm and lm_head
+        logits = target.logits(target.hidden(tokens))
+        scale = float((logits * expected).sum() / logits.square().sum())
+        if abs(scale - 1) > 0.01:  # of states before the lm_head (MiniCPM3)
+            target.backbone.norm.register_forward_hook(lambda _module, _args, states: states * scale)
+            logits = target.logits(target.hidden(tokens))
+        if (logits - expected).norm() <= 0.02 * expected.norm():  # bfloat16, experts
+            return
+    raise UsageError(
+        f"target {target.name}: the logits of {type(target.model).__name__} are not those of its lm_head, scaled and "
+        "capped; train with --states vllm, or name another target"
+    )
 
 
 def target_config(name: str | Path) -> Any:

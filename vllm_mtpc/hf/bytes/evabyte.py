@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.mistral.modeling_mistral import MistralMLP
@@ -151,3 +151,8 @@ class EvaByteForCausalLM(_EvaByte):
         self.model = EvaByteModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.num_pred_heads * config.vocab_size, bias=False)
         self.post_init()
+
+    def forward(self, input_ids: Tensor, **more: Any) -> CausalLMOutputWithPast:
+        """Return the logits of the next byte."""
+        logits = self.lm_head(self.model(input_ids, **more).last_hidden_state)
+        return CausalLMOutputWithPast(logits=logits[..., : self.config.vocab_size])
