@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Generator, Tensor
 from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
+from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_mtpc.proposers.heads.counts import DRAFTS, PRUNED
@@ -59,6 +61,40 @@ def couple_seeded_requests(generators: dict[int, Generator], num_drafts: list[in
         rejection_sampler.rejection_sample = original
 
 
+class DraftedThinkingBudget(ThinkingBudgetStateHolder):
+    """Forces the end of thinking where plain vLLM does; vLLM 0.32 misses what starts or ends among drafts."""
+
+    def keep_states(self, requests: list[dict[str, Any]]) -> None:
+        """Keep states in the attributes of requests: vLLM makes a new one for a request that returns to the batch."""
+        for row, state in self._state.items():
+            kept, length = requests[row].get("thinking", state), len(requests[row]["output_token_ids"])
+            self._state[row] = requests[row]["thinking"] = kept if kept.get("followed", 0) <= length else state
+
+    def update_state(self, output_token_ids: list[list[int]], spec_token_ids: Any, repeat_indices: Any = None) -> None:
+        """Compute the tokens, or None, that are forced after each request's text and after each of its drafts."""
+        self.forced: list[list[int | None]] = [[None] * (len(drafts) + 1) for drafts in spec_token_ids]
+        for row, state in self._state.items():
+            text, drafts = output_token_ids[row], spec_token_ids[row]
+            for length in range(state.get("followed", len(text)) + 1, len(text)):
+                self._follow(state, text[:length])
+            self.forced[row][0], state["followed"] = self._follow(state, text), len(text)
+            ahead = dict(state)
+            self.forced[row][1:] = [self._follow(ahead, text + drafts[: k + 1]) for k in range(len(drafts))]
+
+    def _follow(self, state: dict[str, Any], text: list[int]) -> int | None:
+        """Advance a state to this text, at most one token longer; return the token that is forced after it."""
+        state |= {"output_tok_ids": text, "spec_token_ids": [], "force_index": []}
+        self._update_think_state(state)
+        return self.think_end_token_ids[state["end_count"]] if state["in_end"] and state["force_index"] else None
+
+    def apply_to_logits(self, logits: Tensor, predict_bonus_token: bool, spec_token_ids: Any) -> Tensor:
+        rows = [tokens[-1:] if predict_bonus_token else tokens[:-1] for tokens in self.forced]
+        for at, token in enumerate(chain(*rows)):
+            if token is not None:
+                logits[at, token] = 1e9
+        return logits
+
+
 class HeadModelRunner(GPUModelRunner):
     """Additions to the V1 runner of any device; `drafter` is a `MtpcProposer`."""
 
@@ -71,10 +107,14 @@ class HeadModelRunner(GPUModelRunner):
 
     def _update_states(self, scheduler_output: Any) -> Any:
         self.drafter.update_requests(scheduler_output)
-        return super()._update_states(scheduler_output)
+        updated = super()._update_states(scheduler_output)
+        if (holder := self.input_batch.thinking_budget_state_holder) is not None:
+            holder.__class__ = DraftedThinkingBudget
+            holder.keep_states([vars(self.requests[name]) for name in self.input_batch.req_ids])
+        return updated
 
     def _prepare_inputs(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """Prepare a step that verifies nothing as plain vLLM does, without the metadata of no drafts."""
+        """Prepare a step that verifies nothing as plain vLLM: only recurrent layers read the metadata of no drafts."""
         if scheduler_output.scheduled_spec_decode_tokens:
             return super()._prepare_inputs(scheduler_output, *args, **kwargs)
         self.speculative_config = None
@@ -130,9 +170,9 @@ class HeadModelRunner(GPUModelRunner):
         return True
 
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
-        """Sample a step without drafts as plain vLLM does: its top-k of no rows raises on a CPU."""
+        """Sample a step without drafts by vLLM's sampler of the last tokens: its top-k of no rows raises on a CPU."""
         if spec_decode_metadata is None or spec_decode_metadata.max_spec_len == 0:
-            return super()._sample(logits, None)
+            return self.sampler(logits, self.input_batch.sampling_metadata, predict_bonus_token=True)
         generators = self.input_batch.sampling_metadata.generators if self.couples else {}
         with couple_seeded_requests(generators, spec_decode_metadata.num_draft_tokens) if generators else nullcontext():
             return super()._sample(logits, spec_decode_metadata)

@@ -2,24 +2,27 @@
 
 Options are rows of one batch. A row is greedy; so sharp (top_k 1, a tiny top_p) that the sampling path must give the
 greedy token; or drawn with a seed, whose text is plain vLLM's as well (`mtpc` alone: PTP picks tokens by numbers of its
-own). Batches are greedy, small enough that all ways a batch can look happen; counters show that they did.
+own). Each row is asked with all drafts, with none, and next to rows of another number while K changes from step to
+step. Batches are greedy, small enough that all ways a batch can look happen; counters show that they did.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from itertools import cycle
 from typing import Any
 
 import pytest
 
 from tests.support.configs import engine_config
-from tests.support.engine import DEMO, Call, Reply, ask, build, run, run_with_plain
+from tests.support.engine import DEMO, Call, Reply, ask, build, run
 from tests.support.requests import ALL_DRAFTS, CODE, EOS, HEADS, LENGTHS, ON, SCHEMA, SPEC, prompt, same_logprobs
 
 PROMPT = list(b'def read(path):\n    """Return the text of a file."""\n    with open')
 WORD = [*range(ord("a"), ord("z") + 1), ord(" ")]
 SHORT = {**SCHEMA, "properties": {"size": SCHEMA["properties"]["size"]}, "required": ["size"]}
 SHARP, DRAWN = {"temperature": 0.8, "seed": 3}, {"temperature": 1.0, "seed": 1}
+BEGUN = [*PROMPT, *b"(pa"]  # thinking is what brackets enclose
 # each line break makes the next one less likely, until the text ends
 END = {"allowed_token_ids": [ord("\n"), EOS], "frequency_penalty": 2.0}
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {  # by name: row of the feature page, what a request asks for
@@ -41,8 +44,15 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {  # by name: row of the feature p
     "min_tokens": ("min_tokens", {"stop_token_ids": [ord(" ")], "min_tokens": 9}),
     "bad_words": ("bad_words", {"bad_words": ["a", "file"]}),
     "allowed_token_ids": ("allowed_token_ids", {"allowed_token_ids": WORD}),
+    "min_p": ("min_p, logit_bias", {**SHARP, "min_p": 0.999}),
+    "logit_bias": ("min_p, logit_bias", {"logit_bias": {ord("f"): -100.0}}),
+    "thinking, none allowed": ("", {"thinking_token_budget": 0}),
+    "thinking": ("", {"thinking_token_budget": 2}),
+    "thinking, drawn": ("", {"thinking_token_budget": 1, **DRAWN}),
+    "thinking, begun": ("", {"prompt": BEGUN, "thinking_token_budget": 3}),
+    "thinking, begun and spent": ("", {"prompt": BEGUN, "thinking_token_budget": 2}),
     "end of text": ("ignore_eos, end of text", END),
-    "end of text, drawn": ("ignore_eos, end of text", {**END, **DRAWN}),
+    "end of text, drawn": ("ignore_eos, end of text", {**END, **DRAWN, "logprobs": None}),  # of two tokens
     "JSON object": ("JSON object", {"structured_outputs": {"json_object": True}}),
     "JSON schema": ("JSON schema", {"structured_outputs": {"json": SHORT}}),
     "JSON schema, drawn": ("JSON schema", {"structured_outputs": {"json": SHORT}, **DRAWN}),
@@ -57,41 +67,63 @@ COLUMNS = [
 ]
 
 
+# `mtpc_drafts` of the rows, in turns; mixed: K of the steps is 3, 1, 0, 2 in turns
+DRAFTS: dict[str, tuple[int | None, ...]] = {"all drafts": (None,), "no drafts": (0,), "mixed": (0, None, 1)}
+
+
 @pytest.fixture(scope="module")
 def outputs() -> Any:
-    """Replies of the head and of plain vLLM by runner and method, made on first use."""
+    """Replies of the head by DRAFTS, and of plain vLLM, by runner and method, made on first use; then two that end."""
     rows = [{"temperature": 0.0, "max_tokens": 28, **row} for _, row in ROWS.values()]
+    prompts = [row.pop("prompt", PROMPT) for row in rows]
+    scored = [row if "structured_outputs" in row else {"logprobs": 2, **row} for row in rows]
     ending = {"temperature": 0.0, "max_tokens": 8, "allowed_token_ids": [EOS]}
-    calls = [Call([PROMPT] * len(rows), rows), Call([PROMPT] * 2, [{**ending, "ignore_eos": True}, ending])]
-    arguments: dict[str, Any] = {"max_model_len": 160, "max_num_seqs": 27, "enable_prefix_caching": True}
+    ends = Call([PROMPT] * 2, [{**ending, "ignore_eos": True}, ending])
+    arguments: dict[str, Any] = {"max_model_len": 160, "max_num_seqs": len(ROWS), "enable_prefix_caching": True}
     # or this small a model fills its answer with blanks
     arguments["structured_outputs_config"] = {"backend": "xgrammar", "disable_any_whitespace": True}
+    arguments["reasoning_config"] = {"reasoning_start_str": "(", "reasoning_end_str": ")"}
 
-    def of(runner: str, method: str) -> tuple[list[Reply], list[Reply]]:
-        spec = SPEC[method] | (ALL_DRAFTS if method == "mtpc" else {})
-        return run_with_plain(build(DEMO, HEADS[method], calls, spec=spec, **arguments), runner)
+    def call(numbers: tuple[int | None, ...]) -> Call:
+        asked = [{} if number is None else {"extra_args": {"mtpc_drafts": number}} for number in numbers]
+        return Call(prompts, [row | one for row, one in zip(scored, cycle(asked), strict=False)])
+
+    def of(runner: str, method: str) -> tuple[dict[str, Reply], list[Reply]]:
+        head, spec = HEADS[method], SPEC[method] | (ALL_DRAFTS if method == "mtpc" else {"max_aux_rows": 96})
+        every, *fewer = map(call, DRAFTS.values())
+        engines = {
+            "plain": build(DEMO, None, [every, ends], **arguments),
+            "ours": build(DEMO, head, [Call(prompts, rows), ends], spec=spec, **arguments),
+            "fewer": build(DEMO, head, fewer, "switching", spec, **arguments),
+        }
+        found = run(engines, runner)
+        made = [found["ours"][0], *found["fewer"], found["ours"][1]]
+        return dict(zip([*DRAFTS, "ends"], made, strict=True)), found["plain"]
 
     return cache(of)
 
 
 @pytest.mark.parametrize(("runner", "method"), COLUMNS)
+@pytest.mark.parametrize("drafts", DRAFTS)
 @pytest.mark.parametrize(
     "row",
     [pytest.param(name, marks=[pytest.mark.feature(row, "exact")] if row else []) for name, (row, _) in ROWS.items()],
 )
-def test_request_is_answered_as_without_drafts(outputs: Any, runner: str, method: str, row: str) -> None:
+def test_request_is_answered_as_without_drafts(outputs: Any, runner: str, method: str, drafts: str, row: str) -> None:
     if method == "ptp" and row.endswith("drawn"):
         pytest.skip("seeded text of PTP heads differs from plain vLLM's by design: docs/ptp.md")
     index = list(ROWS).index(row)
-    (ours, *_), (plain, *_) = outputs(runner, method)
+    made, (plain, *_) = outputs(runner, method)
+    ours = made[drafts]
     for of in (ours, plain):
         assert len(of.tokens) == len(ROWS)
     assert ours.tokens[index] == plain.tokens[index]
     assert ours.texts[index] == plain.texts[index]
     assert ours.finish[index] == plain.finish[index]
-    if row == "logprobs":
+    assert (row == "logprobs") <= (ours.logprobs[index][0] is not None)
+    if ours.logprobs[index][0] is not None:
         same_logprobs(plain.logprobs[index][0], ours.logprobs[index][0])
-    elif row == "prompt logprobs":
+    if row == "prompt logprobs":
         same_logprobs(plain.prompt_logprobs[index], ours.prompt_logprobs[index])
 
 
@@ -101,10 +133,10 @@ def test_every_option_changes_the_text_and_drafts_are_accepted(outputs: Any, run
     """An option that changes nothing would not be tested by the rows above. The end of text ends, unless ignored."""
     ours, plain = outputs(runner, method)
     texts = dict(zip(ROWS, (texts[0] for texts in plain[0].texts), strict=True))
-    same = {"temperature", "top-k", "top-p", "n", "logprobs", "prompt logprobs"}
+    same = {"temperature", "top-k", "top-p", "n", "min_p", "logprobs", "prompt logprobs"}
     assert {row for row, text in texts.items() if text == texts["temperature"]} == same
-    assert ours[0].accepted > 20
-    assert ours[1].tokens == plain[1].tokens == [[[EOS] * 8], [[EOS]]]
+    assert min(ours["all drafts"].accepted, ours["mixed"].accepted) > 20 and ours["no drafts"].drafted == 0
+    assert ours["ends"].tokens == plain[1].tokens == [[[EOS] * 8], [[EOS]]]
 
 
 BUDGET, BLOCKS = 40, 10  # tokens per step; KV blocks of 32, too few for eight requests at once

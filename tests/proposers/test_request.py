@@ -1,7 +1,8 @@
-"""Drafts of a request: how many it may ask for, and how many are kept while it may not end yet."""
+"""Drafts of a request: how many it may ask for, how many are kept while it may not end yet, and where thinking ends."""
 
 from __future__ import annotations
 
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +12,14 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.sample.logits_processor import BatchUpdate
 from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
+from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
 from vllm_mtpc.proposers.config import request_options as request
+from vllm_mtpc.proposers.v1.model_runner_v1 import DraftedThinkingBudget
 from vllm_mtpc.proposers.v1.proposer import drafts_before_min_tokens
 
 VOCAB, STOP, MIN = 4, 2, 3
+MARKERS = [([0], [1]), ([0], [1, 2]), ([0, 3], [1, 2, 3])]  # token ids where thinking starts and ends
 
 
 @pytest.mark.parametrize(
@@ -97,3 +101,58 @@ def test_a_step_forbids_the_end_where_it_is_too_early(said: int) -> None:
 def test_more_drafts_would_be_wrong() -> None:
     """The vLLM bug that drafts avoid; where this fails, vLLM has fixed it and nothing needs to be pruned."""
     assert forbidden(1, 3) != [1 + at < MIN for at in range(4)]
+
+
+def think(kind: type[ThinkingBudgetStateHolder], seed: int, drafts: int) -> list[list[int]]:
+    """Greedy texts of three requests, two with a budget, whose next token is a hash of the text.
+
+    drafts: most of a request and step; many are right. With them requests leave the batch and return. 0: plain vLLM.
+    """
+    rng, device = Random(seed), torch.device("cpu")
+    start, end = MARKERS[seed % 3]
+    holder = kind(
+        SimpleNamespace(reasoning_start_token_ids=start, reasoning_end_token_ids=end), 3, drafts, device, False
+    )
+    texts: list[list[int]] = [[], [], []]
+    requests = [{"output_token_ids": text} for text in texts]
+
+    def add(row: int) -> None:
+        params, prompt = SamplingParams(thinking_token_budget=(seed + row) % 5), start if row == 1 else []
+        holder.sync_batch(BatchUpdate(3, removed=[row], added=[(row, params, prompt, texts[row])], moved=[]))
+
+    def logits(places: list[tuple[int, list[int]]]) -> torch.Tensor:
+        drawn = [Random(f"{seed} {row} {text[-2:]} {len(text)}").random() for row, text in places]
+        return torch.nn.functional.one_hot(torch.tensor(drawn).mul(VOCAB).long(), VOCAB).float()
+
+    def next_token(row: int, text: list[int]) -> int:
+        return int(logits([(row, text)]).argmax())
+
+    for row in (1, 2):
+        add(row)
+    while min(map(len, texts)) < 60:
+        if drafts and isinstance(holder, DraftedThinkingBudget):
+            if rng.random() < 0.2:
+                add(rng.randint(1, 2))
+            holder.keep_states(requests)
+        made: list[list[int]] = []
+        for row, text in enumerate(texts):
+            made.append([])
+            for _ in range(rng.randint(0, drafts)):
+                made[row].append(next_token(row, text + made[row]) if rng.random() < 0.8 else rng.randrange(VOCAB))
+        holder.update_state(texts, made)
+        last = logits([(row, text + made[row]) for row, text in enumerate(texts)])
+        last = holder.apply_to_logits(last, drafts > 0, made).argmax(1).tolist()
+        places = [(row, text + made[row][:k]) for row, text in enumerate(texts) for k in range(len(made[row]))]
+        verified = holder.apply_to_logits(logits(places), False, made).argmax(1).tolist() if places else []
+        for row, text in enumerate(texts):
+            tokens, verified = [*verified[: len(made[row])], last[row]], verified[len(made[row]) :]
+            kept = next((k for k, token in enumerate(made[row]) if token != tokens[k]), len(made[row]))
+            text += tokens[: kept + 1]
+    return [text[:60] for text in texts]
+
+
+def test_thinking_ends_where_it_ends_without_drafts() -> None:
+    """vLLM's own holder differs; where it does not, vLLM has fixed it and it can be used."""
+    plain = [think(ThinkingBudgetStateHolder, seed, 0) for seed in range(60)]
+    assert [think(DraftedThinkingBudget, seed, 3) for seed in range(60)] == plain
+    assert [think(ThinkingBudgetStateHolder, seed, 3) for seed in range(60)] != plain
