@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.conftest import LLAMA, adapted_llama, contents, llama, lora_of, refusal
 from vllm_mtpc.checkpoint import check_tensors, load_head, load_ptp, read_config, save_head, save_ptp
-from vllm_mtpc.checkpoint.load import ADAPTER_FILES
+from vllm_mtpc.checkpoint.load import ADAPTER_FILES, Shards
 from vllm_mtpc.circuits import CIRCUITS
 from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.errors import CheckpointError, MtpcError
@@ -234,3 +234,20 @@ def test_unloadable_weights_are_not_saved(tmp_path, save_kind, kind, edit, words
         save_kind(tmp_path, kind, seed=1, edit=edit)
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "found"),
+    [
+        (["", "model.layers.2."], ""),  # an MTP layer has a copy
+        (["model.", "model.layers.2.", "model.layers.3."], "model."),
+        (["model.layers.2."], "model.layers.2."),
+        (["model.layers.2.", "model.layers.3."], None),
+        (["model.", "visual."], None),
+        (["model.other_"], None),
+    ],
+)
+def test_tensor_is_found_by_the_end_of_its_name_outside_of_layers(tmp_path, prefixes, found):
+    end = "embed_tokens.weight"
+    save_file({f"{prefix}{end}": torch.zeros(1) for prefix in prefixes}, tmp_path / "model.safetensors")
+    assert Shards(tmp_path).find_suffix(end) == (None if found is None else f"{found}{end}")

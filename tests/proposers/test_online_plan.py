@@ -177,6 +177,19 @@ def test_measured_costs_replace_a_wrong_prior() -> None:
     assert [ARMS[arm] for arm in plan.best[[1, 8, 64]]] == [7, 3, 0]
 
 
+def test_drafts_end_where_they_gain_less_than_the_margin() -> None:
+    """Also those that serve: speeds within 1.5 % of each other are noise."""
+
+    def faster(share: float) -> Cost:  # drafts at acceptance 0.7, by this share
+        return lambda batch, drafts: (batch + 1) * speed(lambda *_: share if drafts else 1.0, 0.7, 1, drafts)
+
+    plan = make_plan(faster(1.03))
+    assert (plan.best[1:] > 0).all()
+    plan.set_costs(make_plan(faster(1.01)).prior)
+    plan.update(REQUESTS, 1)
+    assert (plan.best[1:] == 0).all()
+
+
 def test_costs_are_measured_by_replaying_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch takes the time of the next captured size; slow replays and batches without a full graph do not count."""
     ran, replayed = [], []
