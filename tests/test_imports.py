@@ -20,7 +20,7 @@ ORDER = (
 )
 KNOW_VLLM = ("proposers", "models", "engine", "benchmarks")  # the last is not in the wheel
 INSIDE = {"engine_core", "model_runner"}
-MOST_LINES = 22_850  # of Python in the wheel, docstrings and blank lines too
+MOST_LINES = 23_200  # of Python in the wheel, docstrings and blank lines too
 
 
 @cache

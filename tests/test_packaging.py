@@ -76,6 +76,7 @@ def dist_info(wheel: zipfile.ZipFile) -> dict[str, str]:
     return {name.partition(".dist-info/")[2]: wheel.read(name).decode() for name in names}
 
 
+@pytest.mark.slow
 def test_sdist_holds_the_tree_and_an_index_accepts_it(release: tuple[Path, Path], sources: Path) -> None:
     with tarfile.open(release[0]) as archive:
         held = {member.name.partition("/")[2] for member in archive if member.isfile()}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from vllm_mtpc.families import FAMILIES
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 __all__ = ["METHODS", "__version__", "has_heads"]
 
 METHODS = tuple(FAMILIES)  # names in vLLM's speculative_config

@@ -97,6 +97,7 @@ def page(browser: Any, address: str) -> Page:
     return Page(browser, address)
 
 
+@pytest.mark.slow
 def test_race_shows_both_answers(page: Page) -> None:
     page.set("length", 200)
     page.click("apart")
