@@ -10,8 +10,9 @@ It finds: operations and launches that mix devices, argument types that a kernel
 device, pageable copies, compilation in a step, operations that PyTorch compiles with NVRTC at run time. It counts GPU
 operations and allocations of each draft outside of CUDA graphs.
 
-With `--compile` Dynamo traces the target, and vLLM splits and captures it in pieces.
+With `--compile` Dynamo traces the target, and vLLM splits and captures it in pieces. With `--ranks 2` the engine is the
+first of two tensor-parallel ranks, whose collectives return at once.
 
 Not covered: values, the kernels of `vllm._C` and FlashAttention (their place is taken by functions that check devices
-and dtypes), inductor, the drafts of requests with a grammar, several GPUs.
+and dtypes), inductor, the drafts of requests with a grammar, NCCL.
 """

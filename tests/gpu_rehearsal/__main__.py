@@ -13,7 +13,7 @@ ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "CUDA_VISIBLE_DEVICES": "0",
+    "VLLM_DISABLE_PYNCCL": "1",
     "HF_HUB_OFFLINE": "1",
 }
 # torch.compile without inductor: vLLM's backend splits the traced graph, whose pieces run as they are.
@@ -34,6 +34,8 @@ def rehearse(made: Any, args: argparse.Namespace, has_faults: bool) -> int:
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     engine = {"dtype": args.dtype, "max_num_seqs": args.seqs} | (COMPILED if args.compile else {}) | args.engine
+    if args.ranks > 1:
+        engine["tensor_parallel_size"] = args.ranks
     report = made.run(engine, args.spec, has_faults)
     name = Path(report.head).name + "-faults" * has_faults
     if args.json:
@@ -54,6 +56,7 @@ def main() -> None:
     parser.add_argument("heads", nargs="+", metavar="HEAD", help="'plain', a packaged head's name, or a head's folder")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--seqs", type=int, default=8, help="max_num_seqs")
+    parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel ranks, of which the first is rehearsed")
     parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="arguments of the engine")
     parser.add_argument("--spec", type=json.loads, default={}, metavar="JSON", help="keys of speculative_config")
     parser.add_argument("--cubin", action="store_true", help="compile to machine code, not only to Triton's IR")
@@ -61,7 +64,7 @@ def main() -> None:
     parser.add_argument("--faults", metavar="HEAD", help="rehearse this head too, with the faults of faults.py")
     parser.add_argument("--json", type=Path, metavar="FOLDER", help="write a report for each head")
     args = parser.parse_args()
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(ENVIRONMENT, CUDA_VISIBLE_DEVICES=",".join(map(str, range(args.ranks))))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
     from tests.gpu_rehearsal.rehearsal import Rehearsal

@@ -245,7 +245,8 @@ class Gpu(TorchDispatchMode):
     def _on_gpu(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
         name = func.name().split("::")[1].split(".")[0]
         if func.namespace == "vllm" and name in self.python_ops:
-            return self.python_ops[name](*args, **kwargs)
+            with self:
+                return self.python_ops[name](*args, **kwargs)
         if func.namespace.startswith(("_C", "_moe_C", "_vllm_fa")):
             if is_mixed(tensors):
                 NOTES.add("device", f"{func.name()} receives a tensor of the host")

@@ -144,3 +144,19 @@ def replace_platform(gpu: Gpu, launches: Launches) -> None:
 
     torch_utils.direct_register_custom_op = register_operation
     torch_utils.get_accelerator_view_from_cpu_tensor = fake_empty
+
+
+def replace_ranks(count: int) -> None:
+    """Make this process rank 0 of `count` tensor-parallel ranks: collectives return at once, with any values."""
+    import vllm.distributed.parallel_state as parallel_state
+    import vllm.platforms
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+    new_group = torch.distributed.new_group
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    torch.distributed.new_group = lambda ranks=None, *_, **__: new_group(ranks, backend="fake")
+    parallel_state.set_custom_all_reduce(False)
+    parallel_state.in_the_same_node_as = lambda *_, **__: [True] * count
+    MessageQueue.create_from_process_group = staticmethod(lambda *_, **__: None)
+    type(vllm.platforms.current_platform).device_count = classmethod(lambda cls: count)

@@ -23,7 +23,7 @@ from tests.gpu_rehearsal import faults
 from tests.gpu_rehearsal.device import CUDA, Gpu, Graph, replace_torch_cuda
 from tests.gpu_rehearsal.launches import Launches
 from tests.gpu_rehearsal.notes import NOTES, Finding
-from tests.gpu_rehearsal.platform import replace_platform
+from tests.gpu_rehearsal.platform import replace_platform, replace_ranks
 
 KV_BYTES = 1 << 28
 IMPORTED = ("vllm.engine.arg_utils", "vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu.warmup", "vllm_mtpc.plugin")
@@ -133,21 +133,23 @@ class Rehearsal:
 
     def _run(self, engine: dict[str, Any], spec: dict[str, Any], fault: bool) -> None:
         self._phase("config")
+        ranks = engine.get("tensor_parallel_size", 1)
+        if ranks > 1:
+            replace_ranks(ranks)
         config = self._config(engine, spec)
         from vllm.config import set_current_vllm_config
         from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
         from vllm.v1.worker.workspace import init_workspace_manager
 
-        with set_current_vllm_config(config), tempfile.TemporaryDirectory() as folder:
-            init_distributed_environment(1, 0, f"file://{folder}/store", 0, backend="gloo")
-            ensure_model_parallel_initialized(1, 1)
+        with set_current_vllm_config(config), tempfile.TemporaryDirectory() as folder, self.gpu:
+            init_distributed_environment(ranks, 0, f"file://{folder}/store", 0, backend="gloo")
+            ensure_model_parallel_initialized(ranks, 1)
             init_workspace_manager(CUDA, 1, 1)
-            with self.gpu:
-                runner = self._load(config)
-                if fault:
-                    faults.inject(runner.speculator)
-                self._prepare(runner, config)
-                self._decode(runner, config)
+            runner = self._load(config)
+            if fault:
+                faults.inject(runner.speculator)
+            self._prepare(runner, config)
+            self._decode(runner, config)
 
     def _config(self, engine: dict[str, Any], spec: dict[str, Any]) -> Any:
         from vllm.engine.arg_utils import EngineArgs

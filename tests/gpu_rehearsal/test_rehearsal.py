@@ -69,6 +69,7 @@ NIGHTLY: dict[str, tuple[str, ...]] = {
     "merged": ("o-ptp", "late", *MERGED),
     "Triton attention": ("backbone", "late", "--engine", json.dumps({"attention_backend": "TRITON_ATTN"})),
     "machine code": ("btree", "late", "--cubin"),
+    "two ranks": ("btree", "backbone", "late", "--ranks", "2"),
     "compiled": ("plain", "btree", "backbone", "late", "--compile"),
     "grammars": ("btree", "--spec", json.dumps({"mask_drafts": True})),
 }
