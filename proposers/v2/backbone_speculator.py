@@ -113,7 +113,7 @@ class BackboneSpeculator(MtpcSpeculator):
         self.hidden_states = torch.zeros(self.max_num_reqs, self.num_queries, size, dtype=self.dtype, device=device)
         rows = min(self.max_num_tokens, vllm_config.compilation_config.max_cudagraph_capture_size or 0)
         self.aux = torch.zeros(rows, len(self.speculative_config.aux_layers) * size, dtype=self.dtype, device=device)
-        self.unwritten = 0  # rows of `aux`, those that graphs write the context of, that are in no cache yet
+        self.unwritten = 0  # rows of `aux`, the input of graphs, whose context is in no cache yet
         self.row_positions, self.row_slots = torch.zeros(num_rows, **whole), torch.zeros(0, num_rows, **whole)
         self.ends = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         self.starts = torch.arange(self.max_num_reqs + 1, dtype=torch.int32, device=device) * self.num_queries

@@ -282,8 +282,8 @@ class PtpSpeculator(HeadSpeculator):
         self.metadata, self.writes.source = None, None
         self.gate.choose(0, 1, self.plan.max_rows)
         hidden = self._run_model(len(self.embeds))
-        buckets, late = (bucket for bucket in self.plan.buckets if bucket.rows), self.late is not None
-        drafted = max((one.max_batch * (late or self._count_drafts(one.sizes[0])) for one in buckets), default=0)
+        counts = {one.max_batch: self._count_drafts(one.sizes[0]) for one in self.plan.buckets if one.rows}
+        drafted = max((batch * (1 if self.late is not None else count) for batch, count in counts.items()), default=0)
         slots = torch.zeros(drafted, dtype=torch.int64, device=self.device)
         logits = self.target.compute_logits(hidden.new_zeros(drafted, hidden.shape[1]))
         self._sample_parallel(logits[:, None], slots[:, None], slots)
