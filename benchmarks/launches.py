@@ -50,7 +50,7 @@ from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.base import Head
 from vllm_mtpc.kernels.draft.kernel import Drafter
-from vllm_mtpc.proposers.config.draft_memory import rows_at_once
+from vllm_mtpc.proposers.options.draft_memory import rows_at_once
 from vllm_mtpc.proposers.v2.backbone_speculator import ServedBackbone
 from vllm_mtpc.proposers.v2.lora import Gate, GatedLinear
 from vllm_mtpc.proposers.v2.speculator import replace_attributes

@@ -29,7 +29,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from vllm_mtpc.proposers.config import versions
+from vllm_mtpc.proposers.options import versions
 from vllm_mtpc.proposers.patches.vllm_patches import EVERY_PROCESS, WITH_HEAD, WITH_HEAD_SWAP
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[1]
 ORDER = (
     *("errors", "families", "files", "progress", "flags"),
     *("kernels", "circuits", "heads", "config", "plan", "checkpoint", "hf"),
-    *("proposers.config", "proposers.heads", "proposers.v1", "proposers.v2", "proposers.patches", "models", "plugin"),
+    *("proposers.options", "proposers.worker", "proposers.v1", "proposers.v2", "proposers.patches"),
+    *("proposers.recorder", "models", "plugin"),
     *("engine", "report", "demo", "data", "eval", "batch", "plots", "train", "bench", "play", "ray_serve"),
     *("cli", "benchmarks"),
 )

@@ -36,13 +36,13 @@ FAMILIES = {
         check="vllm_mtpc.checkpoint.load:check_head",
         evaluator="vllm_mtpc.eval.circuit_evaluator:MtpcEvaluator",
         trainer="vllm_mtpc.train.circuit_trainer:CircuitTrainer",
-        serving="vllm_mtpc.proposers.config.circuit_options:MtpcSpeculativeConfig",
+        serving="vllm_mtpc.proposers.options.circuit_options:MtpcSpeculativeConfig",
     ),
     "ptp": Family(
         config="vllm_mtpc.config.ptp_config:PtpConfig",
         check="vllm_mtpc.checkpoint.ptp_head:check_ptp",
         evaluator="vllm_mtpc.eval.ptp_evaluator:PtpEvaluator",
         trainer="vllm_mtpc.train.ptp.ptp_trainer:PtpTrainer",
-        serving="vllm_mtpc.proposers.config.ptp_options:PtpSpeculativeConfig",
+        serving="vllm_mtpc.proposers.options.ptp_options:PtpSpeculativeConfig",
     ),
 }

@@ -1,4 +1,4 @@
-"""`POST /mtpc/head {"path": ...}` of `vllm serve`: serve another head from the next step on (heads/swap.py).
+"""`POST /mtpc/head {"path": ...}` of `vllm serve`: serve another head from the next step on (worker/swap.py).
 
 For administrators: a caller chooses files that the server reads. It requires the server's API key, which vLLM itself
 checks for /v1 alone.

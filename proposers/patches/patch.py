@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from typing import Any, TypeVar
 
-from vllm_mtpc.proposers.config import versions
-from vllm_mtpc.proposers.config.switches import logger
+from vllm_mtpc.proposers.options import versions
+from vllm_mtpc.proposers.options.switches import logger
 
 Head = TypeVar("Head")
 applied: dict[str, Patch] = {}  # by "module:attribute"

@@ -18,12 +18,12 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm_mtpc.checkpoint.metadata import measured_acceptance
 from vllm_mtpc.plan.draft_schedule import card_rates, expand_schedule, prior_costs, target_products
 from vllm_mtpc.plan.online_plan import CLASSES, OnlinePlan, request_class
-from vllm_mtpc.proposers.config.request_options import excludes_drafts, max_drafts
-from vllm_mtpc.proposers.config.switches import logger
-from vllm_mtpc.proposers.heads.counts import COSTS, DRAFTS, PRUNED, append_counts, class_name, count_by_class
-from vllm_mtpc.proposers.heads.grammar_masks import HeadStructuredOutputManager
+from vllm_mtpc.proposers.options.request_options import excludes_drafts, max_drafts
+from vllm_mtpc.proposers.options.switches import logger
 from vllm_mtpc.proposers.patches.engine_core import post_step
 from vllm_mtpc.proposers.patches.patch import apply, derived, refuse_moved
+from vllm_mtpc.proposers.worker.counts import COSTS, DRAFTS, PRUNED, append_counts, class_name, count_by_class
+from vllm_mtpc.proposers.worker.grammar_masks import HeadStructuredOutputManager
 
 SENT_STEPS = 16  # steps without drafts whose counts the front end receives together
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_mtpc import METHODS
 from vllm_mtpc.families import FAMILIES
-from vllm_mtpc.proposers.config import versions
-from vllm_mtpc.proposers.config.switches import AUTO, is_on, logger, warn
+from vllm_mtpc.proposers.options import versions
+from vllm_mtpc.proposers.options.switches import AUTO, is_on, logger, warn
 from vllm_mtpc.proposers.patches.engine_core import post_step
 from vllm_mtpc.proposers.patches.patch import Patch, applied, apply, patch, refuse_moved
 
@@ -154,7 +154,7 @@ def expand(x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int 
 def validate_spec_decode(original: Callable[..., None], self: Any, speculative_config: Any) -> None:
     """Check `mtpc_drafts`; serve without drafts the requests that vLLM refuses with drafts."""
     if getattr(speculative_config, "method", None) in METHODS:
-        from vllm_mtpc.proposers.config.request_options import check_request, max_drafts
+        from vllm_mtpc.proposers.options.request_options import check_request, max_drafts
 
         check_request(self, speculative_config.num_speculative_tokens)
         if not max_drafts(self, 1):
@@ -165,7 +165,7 @@ def validate_spec_decode(original: Callable[..., None], self: Any, speculative_c
 @patch(LOGGERS, "SpecDecodingLogging")
 def spec_decoding_logging(original: type) -> type:
     """Log tokens/step over all steps, once a minute."""
-    from vllm_mtpc.proposers.heads.counts import logging_class
+    from vllm_mtpc.proposers.worker.counts import logging_class
 
     return logging_class(original)
 
@@ -173,7 +173,7 @@ def spec_decoding_logging(original: type) -> type:
 @patch(LOGGERS, "PrometheusStatLogger._spec_decoding_cls")
 def spec_decoding_prom(original: type) -> type:
     """Count steps and pruned drafts in /metrics."""
-    from vllm_mtpc.proposers.heads.counts import prometheus_class
+    from vllm_mtpc.proposers.worker.counts import prometheus_class
 
     return prometheus_class(original)
 
@@ -203,7 +203,7 @@ def create_config(engine_args: Any, original: Callable[..., Any], *args: Any, **
     """Return our config for the user's options; vLLM's `create_speculative_config` merges flags and options."""
     from vllm.engine import arg_utils
 
-    from vllm_mtpc.proposers.config.engine_checks import check_adaptive_verification
+    from vllm_mtpc.proposers.options.engine_checks import check_adaptive_verification
 
     refuse_moved()
     if warning := versions.untested_warning():

@@ -50,7 +50,7 @@ class HeadWorker(Worker):
 
     def swap_head(self, path: str) -> dict[str, Any]:
         """Serve the head in folder `path` from the next step on; on ServeConfigError nothing changes."""
-        from vllm_mtpc.proposers.heads.swap import swap
+        from vllm_mtpc.proposers.worker.swap import swap
 
         return swap(self.model_runner, path)
 

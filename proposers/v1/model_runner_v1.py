@@ -20,8 +20,8 @@ from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsPro
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_mtpc.proposers.heads.counts import DRAFTS, PRUNED
 from vllm_mtpc.proposers.v1.proposer import draw_numbers, sample_tokens
+from vllm_mtpc.proposers.worker.counts import DRAFTS, PRUNED
 
 
 @contextmanager

@@ -19,9 +19,9 @@ from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 from vllm_mtpc.heads.base import Head
 from vllm_mtpc.kernels.draft import naive, probabilities
 from vllm_mtpc.kernels.pick.naive import of_mass
-from vllm_mtpc.proposers.config.request_options import max_drafts
-from vllm_mtpc.proposers.heads.grammar_masks import Grammars
-from vllm_mtpc.proposers.heads.load import load_served_head, log_drafts
+from vllm_mtpc.proposers.options.request_options import max_drafts
+from vllm_mtpc.proposers.worker.grammar_masks import Grammars
+from vllm_mtpc.proposers.worker.load import load_served_head, log_drafts
 
 GREEDY_BELOW = 1e-5  # vLLM's own threshold (v1/sample/sampler.py)
 
@@ -47,7 +47,7 @@ def sample_tokens(logits: Tensor, numbers: Tensor) -> Tensor:
 def set_one_hot(probs: Tensor, rows: list[int], tokens: Tensor) -> None:
     """Make rows of probs [B, V] one-hot at tokens [B], in place.
 
-    Drafts of structured requests that are not masked (heads/grammar_masks.py) are the argmax, with probability 1: where
+    Drafts of structured requests that are not masked (grammar_masks.py) are the argmax, with probability 1: where
     vLLM prunes them then depends on nothing that was sampled, and the output distribution is unchanged.
     """
     if rows:
@@ -108,7 +108,7 @@ class MtpcProposer:
         log_drafts(self.vllm_config, "NONE")
 
     def prepare_swap(self, spec: Any, target_model: nn.Module) -> Callable[[], None]:
-        """Load the head of another configuration; return what makes it the served one (heads/swap.py)."""
+        """Load the head of another configuration; return what makes it the served one (worker/swap.py)."""
         return partial(setattr, self, "model", self._load_head(spec.model_folder, target_model))
 
     def _load_head(self, folder: str, target_model: nn.Module) -> Head:

@@ -30,8 +30,8 @@ from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_mtpc.heads.base import Head
-from vllm_mtpc.proposers.heads.drafter import DrafterLmHead
 from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator, replace_attributes
+from vllm_mtpc.proposers.worker.drafter import DrafterLmHead
 
 SPECULATORS: dict[str, type[DraftModelSpeculator]] = {
     "mtp": MTPSpeculator,

@@ -26,9 +26,9 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from vllm_mtpc.checkpoint.load import read_adapters
 from vllm_mtpc.errors import CheckpointError
-from vllm_mtpc.proposers.heads.load import kept
 from vllm_mtpc.proposers.v2.lora import Gate, Replace, copy_adapted, copy_modules, prepare_adapters
 from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator, TargetPass
+from vllm_mtpc.proposers.worker.load import kept
 
 NAME = "mtpc."  # before a layer's name: its twin's
 

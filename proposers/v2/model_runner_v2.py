@@ -9,9 +9,9 @@ from vllm.v1.worker.gpu.lora_utils import LoraState
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_mtpc.plan.draft_schedule import KEY
-from vllm_mtpc.proposers.heads.counts import COSTS
-from vllm_mtpc.proposers.heads.grammar_masks import StructuredRequests
 from vllm_mtpc.proposers.v2.step_costs import measure_costs
+from vllm_mtpc.proposers.worker.counts import COSTS
+from vllm_mtpc.proposers.worker.grammar_masks import StructuredRequests
 
 
 def speculator_class(spec: Any) -> type:

@@ -41,12 +41,12 @@ from vllm_mtpc.heads.base import DraftParams, Head
 from vllm_mtpc.kernels.draft.kernel import Drafter
 from vllm_mtpc.kernels.leaf.kernel import batches
 from vllm_mtpc.plan.draft_schedule import expand_schedule
-from vllm_mtpc.proposers.config.draft_memory import gathered_rows, rows_at_once
-from vllm_mtpc.proposers.heads.grammar_masks import Masks, StructuredRequests
-from vllm_mtpc.proposers.heads.load import kept, load_served_head, log_drafts, weights_dtype
-from vllm_mtpc.proposers.heads.swap import copy_tensors
+from vllm_mtpc.proposers.options.draft_memory import gathered_rows, rows_at_once
 from vllm_mtpc.proposers.v2.gather import gather_inputs
 from vllm_mtpc.proposers.v2.verification import DRAFTING, Verifier, needs_fresh_noise, step_seeds, with_verifier
+from vllm_mtpc.proposers.worker.grammar_masks import Masks, StructuredRequests
+from vllm_mtpc.proposers.worker.load import kept, load_served_head, log_drafts, weights_dtype
+from vllm_mtpc.proposers.worker.swap import copy_tensors
 
 
 def replace_attributes(config: Any, **attributes: Any) -> Any:
@@ -356,7 +356,7 @@ class MtpcSpeculator(HeadSpeculator):
 
     @torch.inference_mode()
     def prepare_swap(self, made: Any, target_model: nn.Module) -> Callable[[], None]:
-        """Load the head of another speculative config; return what activates it (`heads/swap.py`)."""
+        """Load the head of another speculative config; return what activates it (`worker/swap.py`)."""
         head = self._load_head(target_model, made.model_folder)
         if self.keeps_shapes:
             return partial(copy_tensors, self.model, head)

@@ -45,8 +45,8 @@ from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.kernels.couple import accept, warm_up
 from vllm_mtpc.kernels.pick import select_tokens
 from vllm_mtpc.kernels.uniform import uniform
-from vllm_mtpc.proposers.config.request_options import max_drafts
-from vllm_mtpc.proposers.config.versions import keys_noise_by_draft
+from vllm_mtpc.proposers.options.request_options import max_drafts
+from vllm_mtpc.proposers.options.versions import keys_noise_by_draft
 
 DRAFTING = 1 << 30  # added to a draft's position, as in vLLM: noise that verification does not read
 GREEDY_U = 0.5  # inside the argmax's interval wherever the argmax has more than half of the mass

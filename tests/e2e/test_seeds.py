@@ -14,7 +14,7 @@ import pytest
 from tests.support import forks
 from tests.support.engine import DEMO, Call, Reply, ask, build, run
 from tests.support.requests import CODE, RUNNERS
-from vllm_mtpc.proposers.config.versions import keys_noise_by_draft
+from vllm_mtpc.proposers.options.versions import keys_noise_by_draft
 
 KEY = "num_speculative_tokens_per_batch_size"
 

@@ -126,9 +126,9 @@ def _drafting(name: str) -> tuple[Callable[[], None], Callable[[], None]]:
     from vllm_mtpc.config.mtpc_config import HeadConfig
     from vllm_mtpc.heads import build_head
     from vllm_mtpc.plan.draft_schedule import expand_schedule
-    from vllm_mtpc.proposers.config.draft_memory import gathered_rows, rows_at_once
-    from vllm_mtpc.proposers.heads import grammar_masks
+    from vllm_mtpc.proposers.options.draft_memory import gathered_rows, rows_at_once
     from vllm_mtpc.proposers.v2 import speculator as module
+    from vllm_mtpc.proposers.worker import grammar_masks
 
     sizes, zeros = HEADS[name], partial(torch.zeros, device=META)
     target = {"model_type": "llama", "vocab_size": sizes["vocab_size"], "hidden_size": sizes["hidden_size"]}

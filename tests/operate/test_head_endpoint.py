@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 
 from vllm_mtpc import demo
 from vllm_mtpc.engine import server
-from vllm_mtpc.proposers.config import engine_checks  # noqa: F401  vLLM's configuration before its entry points
+from vllm_mtpc.proposers.options import engine_checks  # noqa: F401  vLLM's configuration before its entry points
 from vllm_mtpc.proposers.patches.endpoint import PATH, HeadEndpoint
 
 KEY = "a-key"
@@ -166,7 +166,7 @@ def test_web_page_cannot_swap_without_the_key() -> None:
 
 def test_name_on_the_hub_is_refused() -> None:
     from vllm_mtpc.errors import ServeConfigError
-    from vllm_mtpc.proposers.heads.swap import swap
+    from vllm_mtpc.proposers.worker.swap import swap
 
     config = SimpleNamespace(speculative_config=SimpleNamespace(model_folder="old"), use_v2_model_runner=True)
     with pytest.raises(ServeConfigError, match=r"resolve_head\('someone/head'\) downloads"):

@@ -16,8 +16,8 @@ from tests.support.configs import engine_config
 from vllm_mtpc.checkpoint.locate import bundled_heads, find_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import CheckpointError, MtpcError
-from vllm_mtpc.proposers.config import switches
-from vllm_mtpc.proposers.config.switches import AUTO
+from vllm_mtpc.proposers.options import switches
+from vllm_mtpc.proposers.options.switches import AUTO
 from vllm_mtpc.proposers.patches.vllm_patches import find_bundled_head, find_folder, maybe_override_with_speculators
 
 Lines = list[str]

@@ -18,10 +18,10 @@ from transformers import Qwen3NextConfig
 from tests.support.configs import engine_config
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.plan.draft_schedule import KEY
-from vllm_mtpc.proposers.config import ptp_options
-from vllm_mtpc.proposers.config.circuit_options import BEFORE_NORM
-from vllm_mtpc.proposers.config.ptp_options import choose_attention
-from vllm_mtpc.proposers.config.versions import vllm_minor
+from vllm_mtpc.proposers.options import ptp_options
+from vllm_mtpc.proposers.options.circuit_options import BEFORE_NORM
+from vllm_mtpc.proposers.options.ptp_options import choose_attention
+from vllm_mtpc.proposers.options.versions import vllm_minor
 
 PIPELINE = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
 

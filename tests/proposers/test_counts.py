@@ -16,11 +16,11 @@ from vllm.v1.spec_decode import metrics
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_mtpc import plugin
-from vllm_mtpc.proposers.config.switches import AUTO, SWAP
-from vllm_mtpc.proposers.heads import counts
+from vllm_mtpc.proposers.options.switches import AUTO, SWAP
 from vllm_mtpc.proposers.patches import patch, vllm_patches
 from vllm_mtpc.proposers.patches.patch import derived
 from vllm_mtpc.proposers.patches.scheduler import SENT_STEPS, HeadScheduler
+from vllm_mtpc.proposers.worker import counts
 
 NOTHING_VERIFIED = SimpleNamespace(scheduled_spec_decode_tokens={})
 

@@ -17,8 +17,8 @@ from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.kernels.shard import Shard
 from vllm_mtpc.plan.draft_schedule import expand_schedule
-from vllm_mtpc.proposers.config import draft_memory
-from vllm_mtpc.proposers.config.draft_memory import gathered_rows, rows_at_once
+from vllm_mtpc.proposers.options import draft_memory
+from vllm_mtpc.proposers.options.draft_memory import gathered_rows, rows_at_once
 
 SCHEDULE = [(1, 2, 4), (3, 12, 1), (13, 13, 0)]
 BATCH, VOCAB, DRAFTS = 24, 96, 4

@@ -18,12 +18,12 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from tests.support import draft_cases, forks
 from tests.support.speculators import Setting, batch, made_heads, speculator
-from vllm_mtpc.proposers.heads import grammar_masks as module
-from vllm_mtpc.proposers.heads.grammar_masks import Follower, Grammars, Masks, StructuredRequests
 from vllm_mtpc.proposers.patches.patch import derived
 from vllm_mtpc.proposers.patches.scheduler import HeadScheduler
 from vllm_mtpc.proposers.v1.proposer import set_one_hot
 from vllm_mtpc.proposers.v2.verification import Verifier
+from vllm_mtpc.proposers.worker import grammar_masks as module
+from vllm_mtpc.proposers.worker.grammar_masks import Follower, Grammars, Masks, StructuredRequests
 
 VOCAB, REQUESTS, DRAFTS = 40, 5, 3
 OUTPUT = [10, 11, 12, 13, 14, 15]  # a Counting that has read them allows tokens from 6 on

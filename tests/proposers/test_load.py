@@ -27,8 +27,8 @@ from vllm_mtpc import demo
 from vllm_mtpc.checkpoint import load_head, save_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads import build_head, linear
-from vllm_mtpc.proposers.heads import load
-from vllm_mtpc.proposers.heads.load import load_served_head
+from vllm_mtpc.proposers.worker import load
+from vllm_mtpc.proposers.worker.load import load_served_head
 
 V, D = 7, 8
 CPU = torch.device("cpu")

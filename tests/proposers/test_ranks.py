@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from tests.support import forks, speculators
 from tests.support.configs import engine_config
 from tests.support.speculators import Setting, batch, drafted, made_heads, speculator
-from vllm_mtpc.proposers.config import draft_memory
+from vllm_mtpc.proposers.options import draft_memory
 
 TIMEOUT_S = 1200.0
 VOCAB = 1090  # divided into 2 x 576 columns, of which the second rank has 514 tokens
@@ -199,7 +199,7 @@ def test_logits_of_small_batches_are_gathered_at_once(name: str, found: dict[int
 
 def failing_on_rank_1(rank: int, place: Path) -> dict[str, Any]:
     """What each failure ends with, and whether the same drafts are made after all of them."""
-    from vllm_mtpc.proposers.heads import load, swap
+    from vllm_mtpc.proposers.worker import load, swap
 
     def raising(*args: Any) -> Any:
         raise MemoryError("no room\n  for it")

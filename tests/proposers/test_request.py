@@ -14,7 +14,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate
 from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
-from vllm_mtpc.proposers.config import request_options as request
+from vllm_mtpc.proposers.options import request_options as request
 from vllm_mtpc.proposers.v1.model_runner_v1 import DraftedThinkingBudget
 from vllm_mtpc.proposers.v1.proposer import drafts_before_min_tokens
 

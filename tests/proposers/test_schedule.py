@@ -21,7 +21,7 @@ from vllm_mtpc.checkpoint.metadata import measured_acceptance
 from vllm_mtpc.plan import draft_schedule as schedule
 from vllm_mtpc.plan.draft_schedule import draft_arms
 from vllm_mtpc.plan.row_groups import most_drafts
-from vllm_mtpc.proposers.config import ptp_options as config_ptp
+from vllm_mtpc.proposers.options import ptp_options as config_ptp
 from vllm_mtpc.proposers.patches.patch import derived
 from vllm_mtpc.proposers.v1.proposer import MtpcProposer
 from vllm_mtpc.proposers.v2.model_runner_v2 import HeadModelRunner

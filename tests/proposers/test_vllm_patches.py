@@ -29,7 +29,7 @@ from tests.support.configs import engine_config
 from vllm_mtpc import demo, plugin
 from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.models import registration
-from vllm_mtpc.proposers.config import versions
+from vllm_mtpc.proposers.options import versions
 from vllm_mtpc.proposers.patches import patch, scheduler, vllm_patches, worker
 from vllm_mtpc.proposers.v1.model_runner_v1 import HeadModelRunner as runner_v1
 from vllm_mtpc.proposers.v2.model_runner_v2 import HeadModelRunner as runner_v2
@@ -219,9 +219,17 @@ def test_a_configuration_names_our_classes(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 # What plugin.register() imports: the rest of the package is for those who serve a head.
-REGISTERED = ("", ".plugin", ".proposers", ".proposers.patches", ".proposers.config", ".models", ".models.registration")
+REGISTERED = (
+    "",
+    ".plugin",
+    ".proposers",
+    ".proposers.patches",
+    ".proposers.options",
+    ".models",
+    ".models.registration",
+)
 REGISTERED += tuple(f".proposers.patches.{name}" for name in ("patch", "vllm_patches"))
-REGISTERED += tuple(f".proposers.config.{name}" for name in ("switches", "versions"))
+REGISTERED += tuple(f".proposers.options.{name}" for name in ("switches", "versions"))
 
 
 def test_who_serves_no_head_needs_nothing_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ IMPORTED = (
         "vllm.model_executor.layers.quantization.online.base",
         "tests.support.engine",
         "vllm_mtpc.plugin",
-        "vllm_mtpc.proposers.heads.load",
+        "vllm_mtpc.proposers.worker.load",
     )
 )
 ENDS_WITHIN_S = 60.0  # a fork that has answered

@@ -87,7 +87,7 @@ class Definition:
         from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
         from vllm_mtpc.kernels.draft import naive
-        from vllm_mtpc.proposers.config.versions import keys_noise_by_draft
+        from vllm_mtpc.proposers.options.versions import keys_noise_by_draft
 
         dtype = torch.float32 if cache is None else cache.dtype
         of_rows = torch.where(slots < 0, 0.0, temperature[slots.clamp(min=0)])
@@ -145,7 +145,7 @@ def note_drafts() -> Patches:
         RECORDED.append((drafts, list(shapes)))
         return drafts
 
-    return {"vllm_mtpc.proposers.heads.load._lm_head": lend, f"{PROPOSER}.propose": propose}
+    return {"vllm_mtpc.proposers.worker.load._lm_head": lend, f"{PROPOSER}.propose": propose}
 
 
 @wrapping

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.support.configs import engine_config, write_head
 from tests.support.models import make_target
-from vllm_mtpc.proposers.config import draft_memory as memory
+from vllm_mtpc.proposers.options import draft_memory as memory
 
 CPU = torch.device("cpu")
 

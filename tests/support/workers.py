@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_mtpc.proposers.heads import load
+from vllm_mtpc.proposers.worker import load
 
 
 def __getattr__(name: str) -> type:

@@ -33,7 +33,7 @@ def recorded(folder: Path, out: Path, layers: list[int], more: dict[str, Any]) -
     from vllm import LLM, SamplingParams
 
     engine = SMALL | TIGHT | more | {"block_size": 32, "enable_prefix_caching": False, "skip_tokenizer_init": True}
-    llm = LLM(str(folder), worker_extension_cls="vllm_mtpc.engine.recorder.Recorder", **engine)
+    llm = LLM(str(folder), worker_extension_cls="vllm_mtpc.proposers.recorder.Recorder", **engine)
     llm.collective_rpc("start_recording", args=(json.dumps(layers),))
     how = [SamplingParams(temperature=0, max_tokens=30 if number % 2 else 1, ignore_eos=True) for number in range(8)]
     for number, (prompt, one) in enumerate(zip(PROMPTS, how, strict=True)):

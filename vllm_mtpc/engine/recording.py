@@ -1,7 +1,7 @@
 """A target on vLLM that returns the hidden states it computes, of given text and of text that it generates.
 
-The engine is `vllm serve` in a child process with `recorder.py` in its worker; states come back in memory-mapped files.
-An engine that ends is started again and receives the same texts, at most ATTEMPTS times.
+The engine is `vllm serve` in a child process with `proposers/recorder.py` in its worker; states come back in
+memory-mapped files. An engine that ends is started again and receives the same texts, at most ATTEMPTS times.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vllm_mtpc.heads.hosted import DRAFTER
 ATTEMPTS = 3
 IN_FLIGHT = 256  # requests at the engine
 WAVE = 64  # texts of a file
-RECORDER = {"worker_extension_cls": "vllm_mtpc.engine.recorder.Recorder", "enable_prefix_caching": False}
+RECORDER = {"worker_extension_cls": "vllm_mtpc.proposers.recorder.Recorder", "enable_prefix_caching": False}
 RECORDER |= {"skip_tokenizer_init": True}  # texts are token ids
 SHARED_GPU = {"gpu_memory_utilization": 0.5}  # the head is trained on the same device
 NO_STATES = torch.zeros(0, 0)

@@ -37,13 +37,13 @@ from vllm_mtpc.checkpoint.ptp_head import load_ptp
 from vllm_mtpc.heads.ptp.distribution import reads_u
 from vllm_mtpc.heads.ptp.student import UNINFORMED
 from vllm_mtpc.kernels.pick import select_tokens
-from vllm_mtpc.proposers.config.switches import logger
-from vllm_mtpc.proposers.heads.load import kept
-from vllm_mtpc.proposers.heads.swap import copy_tensors
+from vllm_mtpc.proposers.options.switches import logger
 from vllm_mtpc.proposers.v2.lora import Gate, prepare_adapters
 from vllm_mtpc.proposers.v2.ptp.groups import GroupBlocks, Writes, build_student, check_attention
 from vllm_mtpc.proposers.v2.speculator import DraftGraphs, HeadSpeculator, replace_attributes
 from vllm_mtpc.proposers.v2.verification import CoupledRejectionSampler, u_of
+from vllm_mtpc.proposers.worker.load import kept
+from vllm_mtpc.proposers.worker.swap import copy_tensors
 
 # Attention backends that plan nothing on the host, so that a CUDA graph can hold the student's pass
 CAPTURED = ("FLASH_ATTN", "TRITON_ATTN")
@@ -98,7 +98,7 @@ class PtpSpeculator(HeadSpeculator):
 
     @torch.inference_mode()
     def prepare_swap(self, made: Any, target_model: nn.Module) -> Callable[[], None]:
-        """Load the head of another speculative config; return what activates it (`heads/swap.py`)."""
+        """Load the head of another speculative config; return what activates it (`worker/swap.py`)."""
         head = load_ptp(made.model_folder, self.dtype, self.device)
         scale = made.head.lora_alpha / made.head.lora_rank
         copy_adapters = prepare_adapters(self.model, head.lora, scale, target_model)

@@ -24,8 +24,8 @@ from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import ServeConfigError, first_line, one_line
 from vllm_mtpc.heads import HEADS
 from vllm_mtpc.plan.draft_schedule import KEY, LARGEST, Schedule, draft_arms, gpu_schedule, relative_load
-from vllm_mtpc.proposers.config.engine_checks import check_draft_layers, check_structured_outputs, how_to_v2
-from vllm_mtpc.proposers.config.versions import vllm_version
+from vllm_mtpc.proposers.options.engine_checks import check_draft_layers, check_structured_outputs, how_to_v2
+from vllm_mtpc.proposers.options.versions import vllm_version
 
 if TYPE_CHECKING:
     from typing import Self

@@ -23,7 +23,7 @@ from vllm_mtpc.heads.base import Head
 from vllm_mtpc.heads.linear import LinearHead, pays
 from vllm_mtpc.kernels.draft import is_small
 from vllm_mtpc.kernels.shard import Shard
-from vllm_mtpc.proposers.config.switches import logger, reason
+from vllm_mtpc.proposers.options.switches import logger, reason
 
 Made = TypeVar("Made")
 _gather = partial(tensor_model_parallel_all_gather, dim=0)

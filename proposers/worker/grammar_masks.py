@@ -39,7 +39,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_mtpc.kernels.draft.naive import Pick
-from vllm_mtpc.proposers.config.switches import logger
+from vllm_mtpc.proposers.options.switches import logger
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 
-from vllm_mtpc.proposers.config.switches import REQUEST_DRAFTS, is_on
+from vllm_mtpc.proposers.options.switches import REQUEST_DRAFTS, is_on
 
 DRAFTS = "mtpc_drafts"  # the most drafts per step of this request; 0: none
 _LARGEST_SEED = 2**63 - 1

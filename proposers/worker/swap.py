@@ -17,8 +17,8 @@ from torch import nn
 from vllm_mtpc.checkpoint.locate import HUB_NAME
 from vllm_mtpc.errors import CheckpointError, ServeConfigError
 from vllm_mtpc.plan.draft_schedule import KEY
-from vllm_mtpc.proposers.config.switches import logger, reason
-from vllm_mtpc.proposers.heads.load import succeed_together
+from vllm_mtpc.proposers.options.switches import logger, reason
+from vllm_mtpc.proposers.worker.load import succeed_together
 
 # fields of a head's config that its tensors and passes do not depend on
 OTHER_FIELDS = {"speculators_config", "speculators_version", "format_version", "accepted", "draft_sample_method"} | {

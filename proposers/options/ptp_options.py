@@ -12,9 +12,9 @@ from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.plan.draft_schedule import Schedule, expand_schedule, limit_lengths, merge_ranges
 from vllm_mtpc.plan.row_groups import Plan, merged_plan, most_drafts, scheduled_plan, two_pass_plan
-from vllm_mtpc.proposers.config.circuit_options import COMMON_KEYS, MtpcSpeculativeConfig, check_final_norm
-from vllm_mtpc.proposers.config.engine_checks import check_second_pass, check_structured_outputs, how_to_v2
-from vllm_mtpc.proposers.config.switches import logger
+from vllm_mtpc.proposers.options.circuit_options import COMMON_KEYS, MtpcSpeculativeConfig, check_final_norm
+from vllm_mtpc.proposers.options.engine_checks import check_second_pass, check_structured_outputs, how_to_v2
+from vllm_mtpc.proposers.options.switches import logger
 
 CPU_BLOCK_SIZE = 32  # the smallest of vLLM's CPU attention; each group of rows owns blocks of this size
 
