@@ -42,23 +42,20 @@ MODELS: dict[str, tuple[str, dict[str, Any], bool]] = {
 TOKENS = torch.tensor([[5, 6, 7, 8, 9, 3], [1, 40, 41, 2, 2, 47]])
 
 
-def read_by_lm_head(folder: Path) -> tuple[Tensor, Tensor]:
-    """Return what a model's lm_head reads, and its logits."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    read: list[Tensor] = []
-    model.get_output_embeddings().register_forward_pre_hook(lambda module, args: read.append(args[0]))
-    with torch.no_grad():
-        logits = model.eval()(input_ids=TOKENS, use_cache=False).logits
-    return read[0], logits
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_states_and_logits_are_those_of_the_model(name: str, tmp_path: Path) -> None:
     config, sizes, keeps_apart = MODELS[name]
-    states, logits = read_by_lm_head(make_random(config, sizes, tmp_path))
+    make_random(config, sizes, tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager"
+    )
+    read: list[Tensor] = []  # by its lm_head
+    model.get_output_embeddings().register_forward_pre_hook(lambda module, args: read.append(args[0]))
+    with torch.no_grad():
+        logits = model.eval()(input_ids=TOKENS, use_cache=False).logits
     target = load_target(tmp_path, torch.float32)
     hidden = target.hidden(TOKENS)
-    torch.testing.assert_close(hidden, states, rtol=1e-4, atol=1e-5)  # float32: another attention function
+    torch.testing.assert_close(hidden, read[0], rtol=1e-4, atol=1e-5)  # float32: another attention function
     torch.testing.assert_close(target.logits(hidden), logits, rtol=1e-4, atol=1e-5)
     assert torch.equal(target.logits(hidden[0, 2]), target.logits(hidden[:1, 2:3])[0, 0])  # of any shape
     if keeps_apart:

@@ -1,20 +1,36 @@
-"""EvaByte's tokenizer, its chat template and the longest known suffix by their definitions; refused configs."""
+"""EvaByte's tokenizer, its chat template and the longest known suffix by their definitions."""
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
 import torch
+from transformers import PreTrainedTokenizerBase
 
-from tests.support.byte_llama_reference import LONGEST, SPECIAL, VOCAB, Reference, make_table, make_texts
+from tests.support.byte_llama_reference import LONGEST, SPECIAL, SUBWORDS, VOCAB, Reference, make_table, make_texts
 from tests.support.evabyte_reference import SIZES
-from vllm_mtpc.config.byte_targets import ByteLlamaConfig, EvaByteConfig, check_byte_llama, check_evabyte, known_ids
-from vllm_mtpc.errors import CheckpointError, ServeConfigError
-from vllm_mtpc.hf.bytes.tokenizer import SPECIAL_TOKENS, build_tokenizer
-from vllm_mtpc.kernels.suffixes import ABSENT, SuffixTable, read_table
+from vllm_mtpc.bytes.byte_llama.config import ByteLlamaConfig
+from vllm_mtpc.bytes.byte_llama.suffixes import ABSENT, build_suffixes
+from vllm_mtpc.bytes.evabyte.tokenizer import SPECIAL_TOKENS
+from vllm_mtpc.errors import CheckpointError
+from vllm_mtpc.hf.model import target_tokenizer
 
-EOT = 11
+EXPANDING = {"vocab_size": VOCAB, "expand_input_ids": True}
+EXPANDING |= {"expand_input_ids_maxlen": LONGEST, "expand_input_ids_vocab_size": SUBWORDS}
+CONFIG = ByteLlamaConfig(**EXPANDING)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder whose files name the original, remote code."""
+    folder = tmp_path_factory.mktemp("evabyte")
+    remote = {"AutoTokenizer": ["tokenization_evabyte.EvaByteTokenizer", None]}
+    named = {"tokenizer_class": "EvaByteTokenizer", "auto_map": remote}
+    (folder / "config.json").write_text(json.dumps(SIZES))
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    return target_tokenizer(folder)
 
 
 def original_ids(text: str) -> list[int]:
@@ -35,8 +51,7 @@ def texts() -> list[str]:
     return ["", " leading", "trailing ", "a<|eot_id|> b", "<bos>twice", "'s I'm  tabs\tand\n\nlines", *drawn]
 
 
-def test_ids_and_text_equal_the_originals() -> None:
-    tokenizer = build_tokenizer(EOT)
+def test_ids_and_text_equal_the_originals(tokenizer: PreTrainedTokenizerBase) -> None:
     assert len(tokenizer) == 320
     assert list(SPECIAL_TOKENS[9:14]) == [
         "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<extra_id_12>", "<extra_id_13>"
@@ -48,13 +63,10 @@ def test_ids_and_text_equal_the_originals() -> None:
         plain = bytes(index - 64 for index in ids if index >= 64).decode()
         assert tokenizer.decode(ids, skip_special_tokens=True) == plain
     assert tokenizer("ab", add_special_tokens=False).input_ids == [161, 162]
-    # the end of an answer is that of the config
-    assert (tokenizer.eos_token, build_tokenizer().eos_token) == ("<|eot_id|>", "<eos>")
+    assert tokenizer.eos_token == "<|eot_id|>"  # of the config
 
 
-def test_chat_template_renders_turns() -> None:
-    tokenizer = build_tokenizer(EOT)
-
+def test_chat_template_renders_turns(tokenizer: PreTrainedTokenizerBase) -> None:
     def turn(role: str, text: str) -> str:
         return f"<|start_header_id|>{role}<|end_header_id|>\n\n{text}<|eot_id|>"
 
@@ -69,21 +81,6 @@ def test_chat_template_renders_turns() -> None:
         tokenizer.apply_chat_template([*asked, {"role": "tool", "content": ""}], tokenize=False)
 
 
-def test_unsupported_config_is_refused() -> None:
-    config = EvaByteConfig.from_dict(SIZES)
-    check_evabyte(config)
-    assert config.rope_parameters["rope_theta"] == SIZES["rope_theta"]
-    assert (config.window_size, config.chunk_size, config.eos_token_id) == (32, 4, EOT)
-    for change, named in (
-        ({"attention_class": "softmax"}, "attention_class='softmax'"),
-        ({"num_key_value_heads": 2}, "num_key_value_heads=2"),
-        ({"window_size": 30}, "multiples of chunk_size"),
-        ({"norm_add_unit_offset": False}, "norm_add_unit_offset=False"),
-    ):
-        with pytest.raises(ServeConfigError, match=named):
-            check_evabyte(EvaByteConfig.from_dict(SIZES | change))
-
-
 TEXTS = make_texts() + torch.randint(VOCAB, (20, 60), generator=torch.Generator().manual_seed(1)).tolist()
 
 
@@ -95,7 +92,7 @@ def by_trying() -> Reference:
 
 
 def test_longest_suffix_is_found(by_trying: Reference) -> None:
-    table = SuffixTable(*read_table([by_trying.table, by_trying.special]), LONGEST)
+    table = build_suffixes([by_trying.table, by_trying.special], CONFIG)
     lengths = set()
     for text in TEXTS:
         rows = [[text[t - j] if j <= t else ABSENT for j in range(LONGEST)] for t in range(len(text))]
@@ -106,33 +103,8 @@ def test_longest_suffix_is_found(by_trying: Reference) -> None:
     assert lengths >= set(range(1, LONGEST + 1))  # the texts reach every length
 
 
-def test_special_id_stops_suffixes_one_token_before() -> None:
-    """The off-by-one of training: a special id of 256 in the file stops suffixes after byte 255, not after 256."""
-    table = {"256": 7, "256,98": 8, "257": 9, "257,98": 10}
-    lookup = SuffixTable(*read_table([table, [256]]), 2)
-    assert lookup(torch.tensor([[255, 97], [256, 97], [97, 255]])).tolist() == [6, 9, 0]
-
-
-def test_invalid_table_or_config_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="more than 2 tokens"):
-        SuffixTable({(1, 2, 3): 4}, (), 2)
-    for entry in (None, [{}], [{"a": 1}, []], [["1"], []]):
+def test_invalid_table_is_refused() -> None:
+    long = {",".join(["1"] * (LONGEST + 1)): 4}
+    for entry in (None, [{}], [{"a": 1}, []], [["1"], []], [long, []], [{"1": SUBWORDS + 1}, []]):
         with pytest.raises(CheckpointError, match="restore config"):
-            read_table(entry)
-    with pytest.raises(ServeConfigError, match="plain Llama"):
-        check_byte_llama(ByteLlamaConfig(vocab_size=VOCAB))
-    expanding = {"expand_input_ids": True, "expand_input_ids_maxlen": 16, "expand_input_ids_vocab_size": 9}
-    check_byte_llama(ByteLlamaConfig(vocab_size=VOCAB, **expanding))
-    with pytest.raises(ServeConfigError, match="add_qk_norm"):
-        check_byte_llama(ByteLlamaConfig(vocab_size=VOCAB, add_qk_norm=True, **expanding))
-
-
-def test_config_drops_the_table_and_stale_ids() -> None:
-    config = ByteLlamaConfig(
-        vocab_size=VOCAB, eos_token_id=[128001, 259], bos_token_id=128000, expand_input_ids_dict=[]
-    )
-    assert not hasattr(config, "expand_input_ids_dict")
-    assert (config.eos_token_id, config.bos_token_id) == ([259], None)
-    assert (known_ids(259, VOCAB), known_ids(265, VOCAB), known_ids([300], VOCAB), known_ids(0, VOCAB)) == (
-        259, None, None, 0
-    )  # fmt: skip
+            build_suffixes(entry, CONFIG)

@@ -14,13 +14,13 @@ from torch import Tensor
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_mtpc.models import hooks
-from vllm_mtpc.models.evabyte import attend as module
-from vllm_mtpc.models.evabyte import attention
-from vllm_mtpc.models.evabyte.attend import BLOCK as GPU_BLOCK
-from vllm_mtpc.models.evabyte.attend import attend, attend_paged, fits, write_summaries, write_tokens
-from vllm_mtpc.models.evabyte.attention import EvaPlanBuilder, SummaryPlanBuilder
-from vllm_mtpc.models.evabyte.plan import EvaPlan, SummaryPlan, make_plan, make_summary_plan
+from vllm_mtpc.bytes import hooks
+from vllm_mtpc.bytes.evabyte import attend as module
+from vllm_mtpc.bytes.evabyte import attention
+from vllm_mtpc.bytes.evabyte.attend import attend, attend_paged, write_summaries, write_tokens
+from vllm_mtpc.bytes.evabyte.attention import EvaPlanBuilder, SummaryPlanBuilder
+from vllm_mtpc.bytes.evabyte.config import GPU_BLOCK
+from vllm_mtpc.bytes.evabyte.plan import EvaPlan, SummaryPlan, make_plan, make_summary_plan
 
 WINDOW, CHUNK, HEADS, SIZE = 32, 4, 2, 8
 BLOCK, LONGEST = 16, 112  # of summaries, in tokens; positions at most
@@ -143,16 +143,6 @@ def test_merged_paged_calls_equal_the_definition(swap: bool, token_block: int) -
     assert is_close is not swap
 
 
-def test_flash_attention_fits_pages_of_16(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not fits(torch.bfloat16, 2048, GPU_BLOCK, 16)  # a CPU
-    monkeypatch.setattr(module, "current_platform", SimpleNamespace(is_cuda=lambda: True))
-    assert fits(torch.bfloat16, 2048, GPU_BLOCK, 16)
-    assert fits(torch.bfloat16, 2048, 16, 16)
-    assert not fits(torch.float32, 2048, 16, 16)
-    assert not fits(torch.bfloat16, 2048, 8, 8)  # pages of 8 entries
-    assert not fits(torch.bfloat16, 128, GPU_BLOCK, 16)  # windows inside a block
-
-
 ROWS, SEQS = 3, 4  # rows of a request that decodes, requests of the graph
 SIZES = SimpleNamespace(window_size=WINDOW, chunk_size=CHUNK)
 CONFIG = SimpleNamespace(
@@ -208,20 +198,30 @@ def test_captured_plan_is_refilled_by_every_step_but_prompts(monkeypatch: pytest
             assert torch.equal(cache[1:], same[1:]), positions  # block 0: padding
 
 
-@pytest.mark.parametrize("dtype, supported", [(torch.bfloat16, "UNIFORM_BATCH"), (torch.float32, "NEVER")])
-def test_graphs_are_supported_with_flash_attention(monkeypatch, dtype: torch.dtype, supported: str) -> None:
+@pytest.mark.parametrize(
+    "is_cuda, dtype, window, block, frees, supported",
+    [
+        (True, torch.bfloat16, 2048, GPU_BLOCK, True, "UNIFORM_BATCH"),
+        (True, torch.bfloat16, 2048, GPU_BLOCK, False, "UNIFORM_BATCH"),
+        (False, torch.bfloat16, 2048, GPU_BLOCK, True, "NEVER"),
+        (True, torch.float32, 2048, GPU_BLOCK, True, "NEVER"),
+        (True, torch.bfloat16, 2048, 128, False, "NEVER"),  # pages of 8 summaries
+        (True, torch.bfloat16, 128, GPU_BLOCK, False, "NEVER"),  # windows inside a block
+    ],
+)
+def test_graphs_are_supported_where_flash_attention_reads_both_caches(
+    monkeypatch, is_cuda: bool, dtype: torch.dtype, window: int, block: int, frees: bool, supported: str
+) -> None:
+    monkeypatch.setattr(module, "current_platform", SimpleNamespace(is_cuda=lambda: is_cuda))
     config = SimpleNamespace(
-        model_config=SimpleNamespace(hf_config=SimpleNamespace(window_size=2048, chunk_size=16)),
-        cache_config=SimpleNamespace(block_size=GPU_BLOCK),
-        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(window_size=window, chunk_size=16)),
+        cache_config=SimpleNamespace(block_size=block),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=not frees),
         speculative_config=None,
         kv_transfer_config=None,
     )
-    spec = SimpleNamespace(dtype=dtype)
-    assert EvaPlanBuilder.get_cudagraph_support(config, spec).name == "NEVER"  # a CPU
-    monkeypatch.setattr(module, "current_platform", SimpleNamespace(is_cuda=lambda: True))
     for builder in (EvaPlanBuilder, SummaryPlanBuilder):
-        assert builder.get_cudagraph_support(config, spec).name == supported
+        assert builder.get_cudagraph_support(config, SimpleNamespace(dtype=dtype)).name == supported
 
 
 @pytest.mark.parametrize(

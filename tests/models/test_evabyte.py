@@ -41,7 +41,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     head = {"method": "mtpc", "model": str(folder / "head")}
     # all drafts in every step: a plan by the clock may draft, and so preempt, nothing on a busy machine
     every = head | {"num_speculative_tokens_per_batch_size": "off"}
-    every_v1 = {"speculative_config": every | {"min_acceptance": 0}}
+    every_v1 = {"speculative_config": every}
     ngram = {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
     target, btree = str(folder / "target"), ARGUMENTS | {"speculative_config": head}
     one_by_one = btree | {"enable_prefix_caching": False, "max_num_seqs": 1}
@@ -154,7 +154,7 @@ def test_model_is_compiled_in_one_graph(served: SimpleNamespace) -> None:
     ],
 )
 def test_windows_are_freed_unless_one_cache_group_is_needed(change: dict[str, Any], is_freed: bool) -> None:
-    from vllm_mtpc.models.evabyte.window import frees_windows
+    from vllm_mtpc.bytes.evabyte.window import frees_windows
 
     given = {"block_size": BLOCK, "disable_hybrid_kv_cache_manager": False}
     given |= {"kv_transfer_config": None, "speculative_config": None}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,7 +16,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from tests.support.evabyte_reference import GreedyReference
+from tests.support.evabyte_reference import SIZES, GreedyReference, make_evabyte
+from tests.support.evabyte_reference import Reference as EvaByte
 
 VOCAB, SUBWORDS, LONGEST = 265, 900, 16
 FREQUENT = (97, 98, 99)  # most of the model's output, so that the table has its suffixes
@@ -118,3 +120,18 @@ class Reference(GreedyReference):
     @torch.no_grad()
     def logits(self, tokens: list[int]) -> Tensor:
         return self.llama.lm_head(self.hidden(tokens))
+
+
+def make_byte_target(name: str, folder: Path) -> SimpleNamespace:
+    """A tiny random target `evabyte` or `byte_llama`: its `reference`, its `sizes`, and three `texts`.
+
+    They have unlike lengths: across EvaByte's windows of 32, with subwords of many lengths.
+    """
+    if name == "evabyte":
+        generator = torch.Generator().manual_seed(1)
+        texts = [torch.randint(64, 320, (length,), generator=generator).tolist() for length in (101, 64, 37)]
+        return SimpleNamespace(reference=EvaByte(make_evabyte(folder)), sizes=SIZES, texts=texts)
+    written = make_texts()
+    make_byte_llama(folder, written)
+    reference, texts = Reference(folder), [text[:length] for text, length in zip(written, (60, 41, 23), strict=False)]
+    return SimpleNamespace(reference=reference, sizes=reference.llama.config.to_dict(), texts=texts)

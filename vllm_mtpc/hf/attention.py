@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import logging
-from functools import cache, cached_property
+import warnings
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +19,6 @@ from vllm_mtpc.errors import UsageError, install
 
 if TYPE_CHECKING:
     from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask
-
-logger = logging.getLogger(__name__)
 
 IMPLEMENTATIONS = {"torch": "sdpa", "xformers": "mtpc_xformers"}  # transformers' names (`attn_implementation`)
 
@@ -36,7 +34,10 @@ def choose_attention(name: str, device: torch.device | str) -> str:
         raise UsageError(f"attention 'xformers' cannot be used: {obstacle}")
     if name == "torch" or obstacle:
         return "torch"
-    _register()
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(IMPLEMENTATIONS["xformers"], xformers_attention)
+    AttentionMaskInterface.register(IMPLEMENTATIONS["xformers"], DeferredMask)
     return "xformers"
 
 
@@ -75,10 +76,10 @@ def check_packing(backbone: nn.Module, attention: str, device: torch.device | st
     documents = torch.tensor([[0] * 4 + [1] * 4], device=device)
     tokens = torch.tensor([[0, 1, 0, 1, 0, 1, 1, 0], [1, 0, 1, 1, 0, 1, 1, 0]], device=device)
     packed = packed_arguments(documents, attention)
-    one, other = (backbone(input_ids=row[None], use_cache=False, **packed).last_hidden_state[0, 4:] for row in tokens)
+    read, again = (backbone(input_ids=row[None], use_cache=False, **packed).last_hidden_state[0, 4:] for row in tokens)
     # Rounding may differ where work is grouped by token (experts); a leak of four tokens is far larger.
-    allowed = max(1e-3, 8 * torch.finfo(one.dtype).eps)
-    if (one - other).float().norm() > allowed * one.float().norm():
+    allowed = max(1e-3, 8 * torch.finfo(read.dtype).eps)
+    if (read - again).float().norm() > allowed * read.float().norm():
         raise UsageError(
             f"{type(backbone).__name__} does not keep the documents of a packed row apart (recurrent layers, or a "
             "custom mask); type --states vllm, or name another target"
@@ -137,7 +138,7 @@ def xformers_attention(
         try:
             return _packed(query, key, value, scaling, dropout, packing.mask(kwargs.get("sliding_window"))), None
         except NotImplementedError:  # raised by xformers where no kernel fits
-            _warn_fallback(query.dtype, query.shape[-1])
+            warnings.warn(f"xformers has no kernel for {query.dtype} here; PyTorch's attention is used", stacklevel=2)
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     dense = attention_mask.dense if isinstance(attention_mask, DeferredMask) else attention_mask
@@ -171,15 +172,3 @@ def _obstacle(device: torch.device) -> str | None:
     except Exception as error:  # a build for another torch or CUDA raises many types
         return f"it fails on {device} ({next(iter(str(error).splitlines()), '')}); type --attention torch"
     return None
-
-
-def _register() -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(IMPLEMENTATIONS["xformers"], xformers_attention)
-    AttentionMaskInterface.register(IMPLEMENTATIONS["xformers"], DeferredMask)
-
-
-@cache
-def _warn_fallback(dtype: torch.dtype, size: int) -> None:
-    logger.warning("xformers has no kernel for %s with heads of %d here; PyTorch's attention is used", dtype, size)

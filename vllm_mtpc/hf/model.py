@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from vllm_mtpc.bytes.registration import register_with_transformers
 from vllm_mtpc.errors import UsageError, first_line
 from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.base import Head
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 NO_REMOTE_CODE = {"trust_remote_code": False}  # unset, transformers asks on the terminal
-EVABYTE = "evabyte"  # attention and tokenizer are implemented here
 CACHED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -120,8 +120,8 @@ class Target:
         return logits_of(self.model, hidden.to(self.dtype), self.lm_head).float()
 
 
-class Given(tuple[Tensor]):
-    """States as the output of a backbone of any class: all its other fields are None."""
+class States(tuple[Tensor]):
+    """The output of a backbone of any class that computes these states: all its other fields are None."""
 
     def __getattr__(self, name: str) -> Tensor | None:
         return self[0] if name == "last_hidden_state" else None
@@ -135,7 +135,7 @@ def find_backbone(model: nn.Module) -> Any:
 
 def logits_of(model: Any, states: Tensor, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the logits [..., V] by the forward of a model in which another lm_head reads states[..., D]."""
-    flat, shell = Given([states.reshape(1, -1, states.shape[-1])]), copy.copy(model)
+    flat, shell = States([states.reshape(1, -1, states.shape[-1])]), copy.copy(model)
     forwards = {find_backbone(model): lambda *args, **kwargs: flat}
     forwards[model.get_output_embeddings()] = lambda *args: lm_head(flat[0])
     shell.__dict__["_modules"] = {**model._modules}
@@ -167,26 +167,23 @@ def load_target(
     # transformers' SDPA attention omits the soft cap of attention logits (Gemma 2); its eager attention does not
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     # nor has it attention sinks or ALiBi: some models have their own attention alone
-    eager = capped or not getattr(AutoModelForCausalLM._model_mapping.get(type(config), None), "_supports_sdpa", True)
-    if eager or config.model_type == EVABYTE:  # implements EVA attention
+    code = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    eager = capped or not getattr(code, "_supports_sdpa", True)
+    if eager or not getattr(code, "_supports_attention_backend", True):
         attention = "torch"
     implementation = "eager" if eager else IMPLEMENTATIONS[attention]
     with _reading(name, "not a causal language model that transformers can load", "one"):
         model, found = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, attn_implementation=implementation, output_loading_info=True, **NO_REMOTE_CODE
         )
-    kind, missing, problem = type(model).__name__, sorted(found["missing_keys"]), None
-    if model.get_output_embeddings() is None or find_backbone(model) is None:
-        problem = f"{kind} has no lm_head"
-    elif missing:  # transformers initialises missing weights at random
-        problem = f"its files have no {missing[0]} ({len(missing)} tensors of {kind} are missing)"
-    if problem:
+    kind, missing, lm_head = type(model).__name__, sorted(found["missing_keys"]), model.get_output_embeddings()
+    if lm_head is None or find_backbone(model) is None or missing:  # transformers draws missing weights at random
+        tensors = f"its files have no {missing[0]} ({len(missing)} tensors of {kind} are missing)" if missing else ""
         raise UsageError(
-            f"target {name}: {problem}, so it cannot verify drafts; name a causal language model (…ForCausalLM) with "
-            "all its weights"
+            f"target {name}: {tensors or f'{kind} has no lm_head'}, so it cannot verify drafts; name a causal language "
+            "model (…ForCausalLM) with all its weights"
         )
     model = model.to(device).eval().requires_grad_(False)
-    lm_head = model.get_output_embeddings()
     if getattr(config, "num_pred_heads", 1) > 1:  # the first one predicts the next token
         rows = lm_head.weight[: config.vocab_size]
         lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
@@ -216,28 +213,19 @@ def _match_model(target: Target) -> None:
 
 def target_config(name: str | Path) -> Any:
     """Return the whole config of a target. Raises UsageError where transformers cannot read one."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    from vllm_mtpc.hf.bytes.byte_llama import ByteLlamaForCausalLM
-    from vllm_mtpc.hf.bytes.evabyte import EvaByteForCausalLM
-
-    for model in (ByteLlamaForCausalLM, EvaByteForCausalLM):
-        AutoConfig.register(model.config_class.model_type, model.config_class, exist_ok=True)
-        AutoModelForCausalLM.register(model.config_class, model, exist_ok=True)
+    register_with_transformers()
     with _reading(name, "no config that transformers can read", "a causal language model"):
         return AutoConfig.from_pretrained(name, **NO_REMOTE_CODE)
 
 
 def target_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a target. Raises UsageError where transformers has none."""
-    from transformers import AutoTokenizer, PretrainedConfig
+    from transformers import AutoTokenizer
 
-    from vllm_mtpc.hf.bytes.tokenizer import DEFAULT_EOS, build_tokenizer
-
+    register_with_transformers()
     with _reading(name, "no tokenizer that transformers can load", "a target with a tokenizer that transformers has"):
-        values, _ = PretrainedConfig.get_config_dict(str(name))
-        if values.get("model_type") == EVABYTE:
-            return build_tokenizer(values.get("eos_token_id", DEFAULT_EOS))
         return AutoTokenizer.from_pretrained(name, **NO_REMOTE_CODE)
 
 

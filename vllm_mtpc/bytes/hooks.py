@@ -1,20 +1,18 @@
-"""Hooks of vLLM's configuration for the models of this package: checks, tokenizer, compilation of EvaByte."""
+"""Hooks of vLLM's configuration for byte-level targets: refused options, and the compilation of EvaByte."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.config.compilation import CUDAGraphMode
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 
-from vllm_mtpc.config.byte_targets import check_byte_llama, check_evabyte
+from vllm_mtpc.bytes.byte_llama.config import check_byte_llama
+from vllm_mtpc.bytes.evabyte.config import GPU_BLOCK, check_evabyte
 from vllm_mtpc.errors import ServeConfigError
-from vllm_mtpc.models.evabyte.attend import BLOCK
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
     from vllm.config import ModelConfig, VllmConfig
 
 
@@ -35,10 +33,7 @@ class ByteLlamaHook(VerifyAndUpdateConfig):
 class EvaByteHook(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_model_config(model_config: ModelConfig) -> None:
-        """Refuse variants that are not implemented; use this package's tokenizer unless the user names another one."""
         check_evabyte(model_config.hf_config)
-        if model_config.tokenizer_mode == "auto" and model_config.tokenizer == model_config.model:
-            model_config.tokenizer_mode = "evabyte"
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
@@ -68,14 +63,14 @@ def check_limits(vllm_config: VllmConfig, model: str) -> None:
 def _check_caches(vllm_config: VllmConfig) -> None:
     cache, parallel, config = vllm_config.cache_config, vllm_config.parallel_config, vllm_config.model_config.hf_config
     block = cache.block_size if cache.user_specified_block_size else 0
-    unit = BLOCK if current_platform.is_cuda() else config.chunk_size
-    wants_groups = vllm_config.scheduler_config.disable_hybrid_kv_cache_manager is False
+    unit = GPU_BLOCK if current_platform.is_cuda() else config.chunk_size
+    frees_windows = vllm_config.scheduler_config.disable_hybrid_kv_cache_manager is False
     if block % unit:
         raise ServeConfigError(
             f"--block-size {block} with EvaByte: a block holds whole chunks, and whole pages of summaries on a GPU; "
             f"allowed: multiples of {unit}; leave it out"
         )
-    if wants_groups and block and config.window_size % block:
+    if frees_windows and block and config.window_size % block:
         raise ServeConfigError(
             f"--no-disable-hybrid-kv-cache-manager with --block-size {block}: windows are freed as whole blocks; "
             f"allowed: divisors of {config.window_size}; leave the block size out"
@@ -87,22 +82,3 @@ def _check_caches(vllm_config: VllmConfig) -> None:
         )
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ServeConfigError("context parallelism with EvaByte is not served; allowed: tensor parallelism")
-
-
-class EvaByteTokenizer:
-    """The tokenizer of vLLM's mode `evabyte`; of the model's files it reads `eos_token_id` only."""
-
-    @classmethod
-    def from_pretrained(
-        cls, path_or_repo_id: str | Path, *args: Any, revision: str | None = None, **options: Any
-    ) -> PreTrainedTokenizerFast:
-        from vllm.tokenizers.hf import get_cached_tokenizer
-        from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
-
-        from vllm_mtpc.hf.bytes.tokenizer import DEFAULT_EOS, build_tokenizer
-
-        config = get_hf_file_to_dict("config.json", path_or_repo_id, revision) or {}
-        side = options.get("truncation_side", "left")
-        made = build_tokenizer(config.get("eos_token_id", DEFAULT_EOS), truncation_side=side)
-        made.name_or_path = str(path_or_repo_id)
-        return get_cached_tokenizer(made)

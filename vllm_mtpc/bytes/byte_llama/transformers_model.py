@@ -1,6 +1,6 @@
 """Byte-Llama on transformers: Llama, but the embedding of a token is E[id] + X[the longest subword that ends here].
 
-As in `vllm_mtpc/models/byte_llama/model.py`; a subword lies within one document of a packed row.
+As in `vllm_model.py`; a subword lies within one document of a packed row.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, LlamaModel, PretrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from vllm_mtpc.config.byte_targets import TABLE, ByteLlamaConfig, build_suffixes, check_byte_llama
-from vllm_mtpc.hf.bytes import append_cached, positions_of
-from vllm_mtpc.kernels.suffixes import ABSENT, SuffixTable
+from vllm_mtpc.bytes.byte_llama.config import TABLE, ByteLlamaConfig, check_byte_llama
+from vllm_mtpc.bytes.byte_llama.suffixes import ABSENT, SuffixTable, build_suffixes
+from vllm_mtpc.bytes.transformers_cache import append_cached, positions_of
 
 
 class ByteLlamaModel(LlamaModel):
@@ -45,7 +45,6 @@ class ByteLlamaModel(LlamaModel):
     def forward(
         self,
         input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
@@ -54,8 +53,8 @@ class ByteLlamaModel(LlamaModel):
         if inputs_embeds is None:
             at = positions_of(input_ids, past_key_values) if position_ids is None else position_ids
             inputs_embeds = self.embed(input_ids, at, past_key_values)
-        given = {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values}
-        return super().forward(inputs_embeds=inputs_embeds, **given, **more)
+        more |= {"position_ids": position_ids, "past_key_values": past_key_values}
+        return super().forward(inputs_embeds=inputs_embeds, **more)
 
 
 class ByteLlamaForCausalLM(LlamaForCausalLM):

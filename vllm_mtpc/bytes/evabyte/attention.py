@@ -25,10 +25,11 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from vllm_mtpc.models.evabyte import attend
-from vllm_mtpc.models.evabyte.plan import EvaPlan, SummaryPlan, make_plan, make_summary_plan
-from vllm_mtpc.models.evabyte.window import WindowSpec, frees_windows
-from vllm_mtpc.models.paged_cache import PagedCache, PlanBackend
+from vllm_mtpc.bytes.evabyte import attend
+from vllm_mtpc.bytes.evabyte.config import GPU_BLOCK
+from vllm_mtpc.bytes.evabyte.plan import EvaPlan, SummaryPlan, make_plan, make_summary_plan
+from vllm_mtpc.bytes.evabyte.window import WindowSpec, frees_windows
+from vllm_mtpc.bytes.paged_cache import PagedCache, PlanBackend
 
 
 class _StepBuilder(AttentionMetadataBuilder[Any]):
@@ -114,7 +115,7 @@ class EvaBackend(PlanBackend):
     def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
         """Return the allowed sizes; vLLM's default on a GPU is the smallest. Tokens of windows have a C-th of it."""
         is_any = isinstance(kv_cache_spec, WindowSpec) or not current_platform.is_cuda()
-        return [MultipleOf(1 if is_any else attend.BLOCK)]
+        return [MultipleOf(1 if is_any else GPU_BLOCK)]
 
 
 class SummaryBackend(EvaBackend):

@@ -1,7 +1,4 @@
-"""Byte-level targets that transformers does not have, EvaByte and Byte-Llama, for training and evaluation.
-
-vLLM serves `vllm_mtpc.models`. Here: the token ids and positions that both store on transformers' key-value cache.
-"""
+"""Token ids and positions that byte-level targets store on the key-value cache of transformers."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vllm_mtpc.bytes.byte_llama.config import TABLE
 from vllm_mtpc.errors import CheckpointError
 
 _BASE = 0x5851F42D4C957F2D  # an odd multiplier; powers wrap modulo 2**64
@@ -33,14 +34,12 @@ class SuffixTable(nn.Module):
     def __init__(self, subwords: Mapping[tuple[int, ...], int], short: Collection[int], max_length: int) -> None:
         super().__init__()
         if any(not 0 < len(key) <= max_length for key in subwords):
-            raise CheckpointError(
-                f"expand_input_ids_dict: a key has more than {max_length} tokens; restore config.json"
-            )
+            raise CheckpointError(f"{TABLE}: a key has more than {max_length} tokens; restore config.json")
         powers = torch.tensor([1, *[_BASE] * (max_length - 1)]).cumprod(0)
         keys = torch.tensor([[*key, *[ABSENT] * (max_length - len(key))] for key in subwords])
         hashes, order = ((keys + 1) * powers).sum(1).sort()
         if (hashes[1:] == hashes[:-1]).any():
-            raise CheckpointError("two keys of expand_input_ids_dict have one hash; this version cannot read the table")
+            raise CheckpointError(f"two keys of {TABLE} have one hash; this version cannot read the table")
         self.register_buffer("powers", powers, persistent=False)  # [L]
         self.register_buffer("hashes", hashes, persistent=False)  # [keys]
         self.register_buffer("keys", keys[order].to(torch.int16), persistent=False)  # [keys, L]
@@ -61,17 +60,23 @@ class SuffixTable(nn.Module):
         return torch.where(is_key.any(1), self.values[place.gather(1, longest)][:, 0], 0)
 
 
-def read_table(entry: Any) -> tuple[dict[tuple[int, ...], int], set[int]]:
-    """Parse `expand_input_ids_dict` of a config.json into `subwords` and `short` of SuffixTable.
+def build_suffixes(entry: Any, config: Any) -> SuffixTable:
+    """Return the table in the entry `expand_input_ids_dict` of a config.json, for a ByteLlamaConfig.
 
     The file counts ids from 1 in keys and values. Its list of special ids counts from 0, but is compared with ids that
     count from 1: the model was trained with this off-by-one, so it is kept.
+
+    Raises:
+        CheckpointError: the entry is not such a table, or does not fit the config.
     """
     try:
         named, special = entry
         subwords = {tuple(int(part) - 1 for part in key.split(",")): value - 1 for key, value in named.items() if key}
-        return subwords, {int(index) - 1 for index in special}
+        short = {int(index) - 1 for index in special}
     except (AttributeError, TypeError, ValueError):
         raise CheckpointError(
-            'expand_input_ids_dict of config.json is not [{"1,2,3": 4, ...}, [5, ...]]; restore config.json'
+            f'{TABLE} of config.json is not [{{"1,2,3": 4, ...}}, [5, ...]]; restore config.json'
         ) from None
+    if max(subwords.values(), default=0) >= config.expand_input_ids_vocab_size:
+        raise CheckpointError(f"{TABLE} names subwords beyond expand_input_ids_vocab_size; restore config.json")
+    return SuffixTable(subwords, short, config.expand_input_ids_maxlen)

@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from vllm.platforms import current_platform
 
-from vllm_mtpc.models.evabyte.plan import EvaPlan, SummaryPlan
+from vllm_mtpc.bytes.evabyte.plan import EvaPlan, SummaryPlan
 
 PAGE = 16  # FlashAttention takes pages of a multiple of 16 entries
-BLOCK = 256  # tokens; its summaries fill a page for chunks of up to 16 tokens
 
 
 def write_tokens(cache: Tensor, key: Tensor, value: Tensor, plan: EvaPlan) -> None:
@@ -56,8 +55,8 @@ def attend(query: Tensor, cache: Tensor, summaries: Tensor, plan: EvaPlan, place
         first = segment.window * plan.window_size
         num_chunks = first // plan.chunk_size
         earlier = _gather(summaries, places.block_table[segment.request].long(), 0, num_chunks, places.states)
-        own = _gather(cache, plan.block_table[segment.request].long(), first, segment.tokens, plan.block_size)
-        key, value = torch.cat([earlier, own], dim=1).to(query.dtype).chunk(2, dim=-1)
+        window = _gather(cache, plan.block_table[segment.request].long(), first, segment.tokens, plan.block_size)
+        key, value = torch.cat([earlier, window], dim=1).to(query.dtype).chunk(2, dim=-1)
         mask = torch.ones(segment.num_rows, key.shape[1], dtype=torch.bool, device=cache.device)
         mask = mask.tril(key.shape[1] - segment.num_rows)
         out[rows] = F.scaled_dot_product_attention(query[rows].transpose(0, 1), key, value, mask).transpose(0, 1)
@@ -112,11 +111,11 @@ def attend_paged(
         )[:2]
 
     max_tokens = min(plan.max_seq_len, plan.window_size)
-    own, own_lse = part(cache, plan.segment_tokens, max_tokens, plan.window_blocks, causal=True)
+    window, window_lse = part(cache, plan.segment_tokens, max_tokens, plan.window_blocks, causal=True)
     if plan.max_seq_len <= plan.window_size:
-        return own
+        return window
     max_chunks = plan.max_seq_len // plan.chunk_size
     earlier, earlier_lse = part(summaries, plan.segment_chunks, max_chunks, places.segment_blocks, causal=False)
     out = torch.empty_like(query)
-    merge_attn_states(out, earlier, earlier_lse, own, own_lse)
+    merge_attn_states(out, earlier, earlier_lse, window, window_lse)
     return out

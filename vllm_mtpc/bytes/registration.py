@@ -1,4 +1,4 @@
-"""Registers the models of this package with vLLM, each registry when vLLM imports it."""
+"""Registers the models of this package with vLLM, each registry when vLLM imports it, and with transformers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from vllm_mtpc.proposers.patches.patch import apply, patch, when_imported
 
 ARCHITECTURES = {
-    "EvaByteForCausalLM": "vllm_mtpc.models.evabyte.model:EvaByteForCausalLM",
-    "TPULlamaForCausalLM": "vllm_mtpc.models.byte_llama.model:ByteLlamaForCausalLM",
+    "EvaByteForCausalLM": "vllm_mtpc.bytes.evabyte.vllm_model:EvaByteForCausalLM",
+    "TPULlamaForCausalLM": "vllm_mtpc.bytes.byte_llama.vllm_model:ByteLlamaForCausalLM",
 }
 
 
@@ -21,23 +21,35 @@ def try_get_generation_config(original: Callable[..., Any], self: Any) -> dict[s
     values = original(self)
     if getattr(self.hf_config, "model_type", None) != "tpu_llama":
         return values
-    from vllm_mtpc.config.byte_targets import known_ids
+    from vllm_mtpc.bytes.byte_llama.config import known_ids
 
     ids = {"bos_token_id", "eos_token_id", "pad_token_id"} & values.keys()
     return values | {name: known_ids(values[name], self.hf_config.vocab_size) for name in ids}
 
 
 def register() -> None:
-    """Register everything; a second call has no effect."""
+    """Register everything with vLLM; a second call has no effect."""
     apply(try_get_generation_config)
     for module, fill in (
         ("vllm.model_executor.models.registry", _models),
         ("vllm.transformers_utils.config", _configs),
         ("vllm.model_executor.models.config", _hooks),
-        ("vllm.tokenizers.registry", _tokenizers),
-        ("vllm.renderers.registry", _renderers),
+        ("vllm.tokenizers.hf", _tokenizer),
     ):
         when_imported(module, functools.partial(_without_raising, fill))
+
+
+def register_with_transformers() -> None:
+    """Register everything with transformers, for training and evaluation; a second call has no effect."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from vllm_mtpc.bytes.byte_llama.transformers_model import ByteLlamaForCausalLM
+    from vllm_mtpc.bytes.evabyte.transformers_model import EvaByteForCausalLM
+
+    for model in (ByteLlamaForCausalLM, EvaByteForCausalLM):
+        AutoConfig.register(model.config_class.model_type, model.config_class, exist_ok=True)
+        AutoModelForCausalLM.register(model.config_class, model, exist_ok=True)
+    _tokenizer()
 
 
 def _without_raising(fill: Callable[[], None]) -> None:
@@ -58,7 +70,8 @@ def _models() -> None:
 def _configs() -> None:
     from vllm.transformers_utils import config as module
 
-    from vllm_mtpc.config.byte_targets import ByteLlamaConfig, EvaByteConfig
+    from vllm_mtpc.bytes.byte_llama.config import ByteLlamaConfig
+    from vllm_mtpc.bytes.evabyte.config import EvaByteConfig
 
     for config in (ByteLlamaConfig, EvaByteConfig):
         module._CONFIG_REGISTRY[config.model_type] = config
@@ -67,18 +80,15 @@ def _configs() -> None:
 def _hooks() -> None:
     from vllm.model_executor.models import config as module
 
-    from vllm_mtpc.models.hooks import ByteLlamaHook, EvaByteHook
+    from vllm_mtpc.bytes.hooks import ByteLlamaHook, EvaByteHook
 
     module.MODELS_CONFIG_MAP.update(EvaByteForCausalLM=EvaByteHook, TPULlamaForCausalLM=ByteLlamaHook)
 
 
-def _tokenizers() -> None:
-    from vllm.tokenizers.registry import TokenizerRegistry
+def _tokenizer() -> None:
+    from transformers import AutoTokenizer
 
-    TokenizerRegistry.tokenizers["evabyte"] = ("vllm_mtpc.models.hooks", "EvaByteTokenizer")
+    from vllm_mtpc.bytes.evabyte.config import EvaByteConfig
+    from vllm_mtpc.bytes.evabyte.tokenizer import EvaByteTokenizer
 
-
-def _renderers() -> None:
-    from vllm.renderers.registry import RENDERER_REGISTRY
-
-    RENDERER_REGISTRY.renderers["evabyte"] = ("vllm.renderers.hf", "HfRenderer")
+    AutoTokenizer.register(EvaByteConfig, fast_tokenizer_class=EvaByteTokenizer, exist_ok=True)

@@ -3,7 +3,7 @@
     out_t = softmax over { s q_t.k_j : window(t) W <= j <= t } and { s q_t.kbar_c : c before window(t) }
 
 kbar_c and its value are means of chunk c, weighted by adaptive_mu_k and adaptive_phi. Names and shapes are the
-published checkpoint's (`vllm_mtpc/models/evabyte` serves it). lm_head has a block of V rows for each of eight heads,
+published checkpoint's (`vllm_model.py` serves it). lm_head has a block of V rows for each of eight heads,
 the first for the next byte. Windows and chunks are counted within a document of a packed row, by its positions.
 """
 
@@ -14,26 +14,23 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import LlamaForCausalLM, LlamaModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-from transformers.models.mistral.modeling_mistral import MistralMLP
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_rotary_pos_emb
 
-from vllm_mtpc.config.byte_targets import EvaByteConfig, check_evabyte
-from vllm_mtpc.hf.bytes import append_cached, positions_of
+from vllm_mtpc.bytes.evabyte.config import EvaByteConfig, check_evabyte
+from vllm_mtpc.bytes.transformers_cache import append_cached, positions_of
 
 
 class Reads(NamedTuple):
     """Indices and masks of a forward pass, shared by all layers."""
 
-    cos: Tensor  # [B, m, D / H], of the rows
-    sin: Tensor
     chunk: Tensor  # [B, M, C] tokens of each whole chunk
     mask: Tensor  # [B, 1, m, M + S] summaries, then tokens
 
 
-def plan(positions: Tensor, rows: int, config: EvaByteConfig, dtype: torch.dtype) -> Reads:
+def plan(positions: Tensor, rows: int, config: EvaByteConfig) -> Reads:
     """Return the `Reads` of the last `rows` of the tokens at positions[B, S]."""
     window, size = config.window_size, config.chunk_size
     token = torch.arange(positions.shape[1], device=positions.device)
@@ -45,15 +42,11 @@ def plan(positions: Tensor, rows: int, config: EvaByteConfig, dtype: torch.dtype
 
     row, at = token[-rows:], positions[:, -rows:, None]  # [m], [B, m, 1]
     first = at // window * window  # of each row's window
-    own = document[:, -rows:, None]
-    is_near = (document[:, None] == own) & (positions[:, None] >= first) & (token <= row[:, None])
-    is_past = (document.gather(1, end)[:, None] == own) & (positions.gather(1, end)[:, None] < first)
+    of_row = document[:, -rows:, None]
+    is_near = (document[:, None] == of_row) & (positions[:, None] >= first) & (token <= row[:, None])
+    is_past = (document.gather(1, end)[:, None] == of_row) & (positions.gather(1, end)[:, None] < first)
     is_past &= is_end.gather(1, end)[:, None]
-    width = config.hidden_size // config.num_attention_heads
-    step = torch.arange(0, width, 2, device=positions.device)
-    frequency = config.rope_parameters["rope_theta"] ** -(step / width)
-    angle = (at * frequency).repeat(1, 1, 2)  # [B, m, D / H]
-    return Reads(angle.cos().to(dtype), angle.sin().to(dtype), chunk, torch.cat([is_past, is_near], 2)[:, None])
+    return Reads(chunk, torch.cat([is_past, is_near], 2)[:, None])
 
 
 class EvaByteNorm(GemmaRMSNorm):
@@ -71,18 +64,21 @@ class EvaByteAttention(nn.Module):
         for name in ("adaptive_phi", "adaptive_mu_k"):
             self.register_parameter(name, nn.Parameter(torch.zeros(1, self.heads, 1, 1, width // self.heads)))
 
-    def forward(self, x: Tensor, reads: Reads, cache: Any = None) -> Tensor:
-        """Return [B, m, D] for x[B, m, D]."""
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: Any, past_key_values: Any, reads: Reads, **_: Any
+    ) -> tuple[Tensor, None]:
+        """Return [B, m, D] for hidden_states[B, m, D], and None."""
         query, key, value = (
-            proj(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj)
+            proj(hidden_states).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = apply_rotary_pos_emb(query, key, reads.cos, reads.sin)
-        if cache is not None:
-            key, value = cache.update(key, value, self.layer)
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer)
         mean_key, mean_value = self.summaries(key, value, reads.chunk)
         keys, values = torch.cat([mean_key, key], 2), torch.cat([mean_value, value], 2)
         attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=reads.mask)
-        return self.o_proj(attended.transpose(1, 2).flatten(2))
+        return self.o_proj(attended.transpose(1, 2).flatten(2)), None
 
     def summaries(self, key: Tensor, value: Tensor, chunk: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values [B, H, M, D / H] of the chunks[B, M, C] of key, value[B, H, S, D / H]."""
@@ -95,34 +91,24 @@ class EvaByteAttention(nn.Module):
         return (alpha * keys).sum(3).to(key.dtype), (beta * values).sum(3).to(value.dtype)
 
 
-class EvaByteLayer(nn.Module):
+class EvaByteLayer(LlamaDecoderLayer):
     def __init__(self, config: EvaByteConfig, layer: int) -> None:
-        super().__init__()
-        self.self_attn, self.mlp = EvaByteAttention(config, layer), MistralMLP(config)
+        super().__init__(config, layer)
+        self.self_attn = EvaByteAttention(config, layer)
         self.input_layernorm = EvaByteNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = EvaByteNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, hidden_states: Tensor, reads: Reads, cache: Any = None) -> Tensor:
-        hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), reads, cache)
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
-
-class _EvaByte(PreTrainedModel):
-    config_class = EvaByteConfig
-    base_model_prefix = "model"
-    _supports_sdpa = True
-
-
-class EvaByteModel(_EvaByte):
+class EvaByteModel(LlamaModel):
     """Input ids to states after the final norm."""
+
+    config_class = EvaByteConfig
 
     def __init__(self, config: EvaByteConfig) -> None:
         check_evabyte(config)
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(EvaByteLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = EvaByteNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_init()
 
     def forward(
         self,
@@ -130,21 +116,23 @@ class EvaByteModel(_EvaByte):
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
-        **_unread: Any,
+        attention_mask: Tensor | None = None,
+        **more: Any,
     ) -> BaseModelOutputWithPast:
         """Padding needs no mask: a token at position 0 starts a document, which does not attend to earlier tokens."""
-        hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if position_ids is None:
-            position_ids = positions_of(hidden, past_key_values)
-        positions = append_cached(past_key_values, "positions", position_ids)
-        reads = plan(positions, hidden.shape[1], self.config, hidden.dtype)
-        for layer in self.layers:
-            hidden = layer(hidden, reads, past_key_values)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), past_key_values=past_key_values)
+        rows = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        at = positions_of(rows, past_key_values) if position_ids is None else position_ids
+        reads = plan(append_cached(past_key_values, "positions", at), rows.shape[1], self.config)
+        return super().forward(
+            inputs_embeds=rows, position_ids=at, past_key_values=past_key_values, reads=reads, **more
+        )
 
 
-class EvaByteForCausalLM(_EvaByte):
+class EvaByteForCausalLM(LlamaForCausalLM):
     """With lm_head [heads V, D]."""
+
+    config_class = EvaByteConfig
+    _supports_attention_backend = False  # EVA attention is implemented here
 
     def __init__(self, config: EvaByteConfig) -> None:
         super().__init__(config)
@@ -152,7 +140,8 @@ class EvaByteForCausalLM(_EvaByte):
         self.lm_head = nn.Linear(config.hidden_size, config.num_pred_heads * config.vocab_size, bias=False)
         self.post_init()
 
-    def forward(self, input_ids: Tensor, **more: Any) -> CausalLMOutputWithPast:
+    def forward(self, *args: Any, **more: Any) -> CausalLMOutputWithPast:
         """Return the logits of the next byte."""
-        logits = self.lm_head(self.model(input_ids, **more).last_hidden_state)
-        return CausalLMOutputWithPast(logits=logits[..., : self.config.vocab_size])
+        output = super().forward(*args, **more)
+        output.logits = output.logits[..., : self.config.vocab_size]
+        return output
