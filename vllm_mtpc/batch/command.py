@@ -1,129 +1,79 @@
-"""`vllm-mtpc batch`: answer every line of a file, on one engine or on several; a stopped job can be resumed.
+"""`vllm-mtpc batch`: answer every line of a file on one engine of this machine; a stopped job can be resumed.
 
-With `--ray` the engines are actors of Ray Data on the nodes of a cluster, otherwise one engine runs on this machine.
+The engine is `vllm serve` in a child process. If it dies, it is started again, and its unanswered lines are sent again,
+at most ATTEMPTS times: a request that kills engines ends with a recorded error. The last attempt of a line runs alone,
+so that lines that only shared a batch with such a request are answered.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import logging
+import contextlib
 import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from functools import partial
-from importlib.util import find_spec
-from operator import attrgetter
+from collections.abc import Callable, Iterable
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from typing import Any
 
-from vllm_mtpc.batch import lines, worker
+from vllm_mtpc.batch.lines import Line, encode, read, record, resume
 from vllm_mtpc.batch.options import BatchOptions
 from vllm_mtpc.engine.counters import Acceptance
-from vllm_mtpc.engine.options import EngineOptions, validated
-from vllm_mtpc.errors import EngineFailed, UsageError, install
+from vllm_mtpc.engine.options import API_KEY
+from vllm_mtpc.engine.server import PROGRAM, VllmServer
+from vllm_mtpc.errors import EngineFailed, MtpcError, UsageError, validate
 from vllm_mtpc.flags import add_flags, typed
 from vllm_mtpc.progress import Bar
 
-EXAMPLE = "vllm-mtpc batch --input FILE --output FOLDER --model TARGET"
+ATTEMPTS = 3  # engines that receive a request, if each dies with it
+IN_FLIGHT = 256  # requests at the engine
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    named = [name for name in BatchOptions.model_fields if name != "engine"]
-    add_flags(parser, BatchOptions, required=False, only=named)
-    parser.add_argument(
-        "--engine", nargs="+", metavar="KEY=VALUE", default=[], help="flags of `vllm serve`: max-model-len=4096 ..."
-    )
+    fields = BatchOptions.model_fields
+    for flag, name, count in (("-i", "input", "+"), ("-o", "output", None)):  # also as `vllm run-batch` names them
+        names, about = (flag, f"--{name}", f"--{name}-file"), fields[name].description
+        parser.add_argument(*names, dest=name, nargs=count, required=True, metavar="FILE", help=about)
+    add_flags(parser, BatchOptions, only=fields.keys() - {"input", "output", "engine"})
+    parser.add_argument("--engine", nargs="+", metavar="KEY=VALUE", default=[], help=fields["engine"].description)
 
 
 def run(args: argparse.Namespace) -> int:
-    given = {name: value for name, value in typed(args, BatchOptions).items() if name != "engine"}
-    options = validated(BatchOptions, {**given, "engine": dict(map(_pair, args.engine))}, EXAMPLE)
-    read = lines.read(options.input, options.body)
-    output = lines.Output(options.output, {"model": options.model, "body": options.body}, read)
-    left = lines.split_into_parts(read.lines, output.answered, options.part_lines)
-    done = len(read.lines) - sum(map(len, left.values()))
-    if done:
-        print(f"{done:,} of {len(read.lines):,} lines are answered already", file=sys.stderr)
+    given = {**typed(args, BatchOptions), "engine": dict(map(_pair, args.engine))}
+    options = validate(BatchOptions, given, UsageError, "batch: ")
+    lines = read(options.input, options.body)
+    answered = resume(options.output, "custom_id", {"model": options.model, "body": options.body})
+    left = [line for line in lines if line.id not in answered]
     if not left:
-        print(f"nothing to do: {options.output} has the answers of all {len(read.lines):,} lines")
+        print(f"nothing to do: {options.output} has the answers of all {len(lines):,} lines")
         return 0
-    parts = [{"name": name, "lines": json.dumps(part)} for name, part in left.items()]
-    on_ray = partial(map_on_ray, worker.Worker, (options, worker.PROGRAM), concurrent=options.concurrent_parts)
-    results = on_ray(options, parts, options.address) if options.is_on_ray else _answer_here(options, parts)
     started, total = time.monotonic(), Counter(lines=0, errors=0, tokens=0)
-    engines: dict[str, Acceptance] = {}  # latest counters of each engine
-    try:
-        with Bar(total=len(read.lines), initial=done, desc="answers", unit="line") as bar:
-            bar.set_postfix_str("engines start")
-            for result in results:
-                output.write(result["name"], result["text"])
-                total.update({name: result[name] for name in total})
-                counted = Acceptance(**json.loads(result["acceptance"]))
-                before = engines.get(result["engine"], counted)  # results come in any order
-                engines[result["engine"]] = max(before, counted, key=attrgetter("steps", "drafts"))
-                rate = total["tokens"] / max(time.monotonic() - started, 1e-9)
-                bar.set_postfix_str(f"{rate:,.0f} tokens/s, {total['errors']} errors", refresh=False)
-                bar.update(result["lines"])
-    except EngineFailed as error:
-        print(error, file=sys.stderr)
-        raise UsageError(f"the engine does not start: {error.reason}") from None
-    seconds, accepted = time.monotonic() - started, sum(engines.values(), Acceptance())
-    steps = f", {accepted.tokens_per_step:.2f} tokens/step" if accepted.steps or accepted.drafts else ""
+    done = len(lines) - len(left)
+    with open(options.output, "ab") as file, Bar(total=len(lines), initial=done, desc="answers", unit="line") as bar:
+
+        def write(answer: dict[str, Any]) -> None:
+            file.write(encode(answer))
+            file.flush()
+            total.update(lines=1, errors=answer["error"] is not None, tokens=count_tokens(answer))
+            rate = total["tokens"] / max(time.monotonic() - started, 1e-9)
+            bar.set_postfix_str(f"{rate:,.0f} tokens/s, {total['errors']} errors", refresh=False)
+            bar.update(1)
+
+        bar.set_postfix_str("the engine starts")
+        try:
+            counted = answer_lines(options, left, write)
+        except EngineFailed as error:
+            print(error, file=sys.stderr)
+            raise MtpcError(f"the engine does not start: {error.reason}") from None
+    seconds = time.monotonic() - started
+    steps = f", {counted.tokens_per_step:.2f} tokens/step" if counted.steps or counted.drafts else ""
     print(
         f"{total['lines']:,} lines answered, {total['errors']:,} of them with an error; {total['tokens']:,} tokens in "
-        f"{seconds:.0f} s with the start of engines: {total['tokens'] / max(seconds, 1e-9):,.0f} tokens/s{steps}; "
+        f"{seconds:.0f} s with the start of the engine: {total['tokens'] / max(seconds, 1e-9):,.0f} tokens/s{steps}; "
         f"{options.output}"
     )
     return 0
-
-
-def _answer_here(options: BatchOptions, parts: list[dict[str, str]]) -> Iterator[dict[str, Any]]:
-    engine = worker.Worker(options, worker.PROGRAM)
-    pool = ThreadPoolExecutor(options.concurrent_parts)
-    try:
-        for future in as_completed([pool.submit(engine, part) for part in parts]):
-            yield future.result()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        engine.close()
-
-
-def map_on_ray(
-    worker: type, arguments: Any, options: EngineOptions, items: Any, address: str | None = None, concurrent: int = 1
-) -> Iterator[dict[str, Any]]:
-    """Yield worker(*arguments)(item) of items, by an actor for each engine of the options, in any order.
-
-    Each item is a separate block: Ray returns it when it is done, and retries it if its actor or node dies.
-    """
-    if find_spec("ray") is None:
-        raise UsageError(f"Ray is not installed; type: {install('ray')}, or leave --ray and --replicas out")
-    import ray
-    from ray.data import ActorPoolStrategy, DataContext
-
-    if not ray.is_initialized():
-        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
-    logging.getLogger("ray.data").setLevel(logging.WARNING)
-    context = DataContext.get_current()
-    context.enable_progress_bars = False
-    context.execution_options.preserve_order = False
-    asked = ray.data.from_items(items, override_num_blocks=len(items)).map(
-        worker,
-        fn_constructor_args=arguments,
-        compute=ActorPoolStrategy(
-            size=min(options.replicas, len(items)),
-            max_tasks_in_flight_per_actor=concurrent,
-            max_concurrent_calls_per_actor=concurrent,
-            enable_true_multi_threading=True,
-        ),
-        num_cpus=options.cpus,
-        num_gpus=options.num_gpus(bool(ray.cluster_resources().get("GPU"))),
-    )
-    try:
-        yield from asked.iter_rows()
-    except ray.exceptions.RayError as error:
-        raise EngineFailed(str(error)) from None
 
 
 def _pair(word: str) -> tuple[str, str]:
@@ -131,3 +81,61 @@ def _pair(word: str) -> tuple[str, str]:
     if not separator:
         raise UsageError(f"--engine {word}: KEY=VALUE is wanted; type: --engine max-model-len=4096 enforce-eager=true")
     return key.replace("-", "_"), value
+
+
+def count_tokens(answer: dict[str, Any]) -> int:
+    body = (answer["response"] or {}).get("body")
+    usage = body.get("usage") if isinstance(body, dict) else None
+    return (usage or {}).get("completion_tokens") or 0
+
+
+def answer_lines(options: BatchOptions, lines: Iterable[Line], write: Callable[[dict[str, Any]], None]) -> Acceptance:
+    """Answer all lines, and return the counters of the engines that did not die.
+
+    Raises:
+        EngineFailed: an engine does not start.
+    """
+    left, deaths, counted = {line.id: line for line in lines}, Counter[str](), Acceptance()
+    while left:
+        shared = [line for line in left.values() if deaths[line.id] < ATTEMPTS - 1]
+        # It has no port; with an API key of the environment it would refuse our requests
+        server, is_dead = VllmServer(options.command, {API_KEY: ""}, PROGRAM), threading.Event()
+        pool = ThreadPoolExecutor(IN_FLIGHT if shared else 1)
+        try:
+            server.start()
+            asked = {pool.submit(ask, server, line, is_dead): line.id for line in shared or left.values()}
+            for done in as_completed(asked):
+                name = asked[done]
+                try:
+                    write(done.result())
+                except CancelledError:
+                    continue
+                except EngineFailed:
+                    deaths[name] += 1
+                    if deaths[name] < ATTEMPTS:
+                        continue
+                    write(record(left[name], fault=f"the engine died while it answered, {ATTEMPTS} times in a row"))
+                del left[name]
+            with contextlib.suppress(EngineFailed):
+                counted += server.acceptance()
+        finally:
+            is_dead.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            server.stop()
+    return counted
+
+
+def ask(server: VllmServer, line: Line, is_dead: threading.Event) -> dict[str, Any]:
+    """Return the answer to a line. Raises EngineFailed if the engine dies, CancelledError if it was dead before."""
+    if is_dead.is_set():
+        raise CancelledError
+    if line.fault:
+        return record(line, fault=line.fault)
+    try:
+        answer = server.send(line.url, line.body)
+        if answer.status_code >= 500:  # also of an engine that dies
+            server.check()
+    except EngineFailed:
+        is_dead.set()
+        raise
+    return record(line, answer.status_code, answer.text)

@@ -1,32 +1,36 @@
-"""Input and output of a batch job. The input has one JSON object per line, in one of three forms:
+"""Input and output of a batch job, in the formats of OpenAI's batch API and of `vllm run-batch`.
 
-    {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}      OpenAI's batch format
-    {"prompt": "text, or token ids", "id": "a", "max_tokens": 64, ...}                      /v1/completions
-    {"messages": [{"role": "user", "content": "..."}], ...}                                 /v1/chat/completions
+    {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
 
-Other keys of the short forms belong to the request. A line without an id is called line-NUMBER. A line that is not a
-request is answered with an error and does not end the job.
-
-The output is a folder of parts, each written atomically, and `job.json`, the settings of the job: a resumed run skips
-the answered lines. A line of a part has the form of OpenAI's batch output: {"id", "custom_id", "response":
-{"status_code", "body"}, "error"}. The ids of a part determine its name, so that a part is never duplicated.
+A line that is not a request is answered with an error and does not end the job; without an id it is called line-NUMBER.
+Answers are appended to the output, and a file beside it has the settings: a resumed run skips answered lines.
 """
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import json
-import re
+import os
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from vllm_mtpc.errors import UsageError
-from vllm_mtpc.files import replace_file
+from pydantic import BaseModel, Field, ValidationError
 
-JOB = "job.json"
-SHORT_FORMS = {"prompt": "/v1/completions", "messages": "/v1/chat/completions"}
+from vllm_mtpc.errors import UsageError, one_line
+from vllm_mtpc.files import read_json, replace_file
+
+FORM = '{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "..."}}'
+
+
+class BatchRequest(BaseModel):
+    """A line of the input; vLLM's own model has defaults for the keys of a body, which would precede --body."""
+
+    custom_id: str
+    method: Literal["POST"] = "POST"
+    url: str = Field(pattern=r"^/v1(/[a-z0-9_-]+)+$")  # /v1/../x would reach an operator's endpoints
+    body: dict[str, Any]
 
 
 class Line(NamedTuple):
@@ -38,157 +42,44 @@ class Line(NamedTuple):
     fault: str = ""
 
 
-class Input(NamedTuple):
-    """All lines of the files; `sha256`: their digest if a line has no id, else None."""
-
-    lines: list[Line]
-    sha256: str | None
-
-
-def read(path: str, defaults: dict[str, Any]) -> Input:
-    """Read the requests of a file, a glob, or a folder of .jsonl files.
+def read(paths: Iterable[Path], defaults: dict[str, Any]) -> list[Line]:
+    """Return the requests of files.
 
     Args:
-        path: as fsspec accepts it.
+        paths: files.
         defaults: keys of every body that does not have them.
 
     Raises:
-        UsageError: a file cannot be read, or two lines have the same id.
+        UsageError: two lines have the same id, or there are none.
+        OSError: a file cannot be read.
     """
-    lines: list[Line] = []
-    seen: dict[str, int] = {}
-    digest, is_named = hashlib.sha256(), True
-    for number, text in enumerate(_texts(path), 1):
-        digest.update(text.encode())
-        if not text.strip():
-            continue
-        name, line = _parse(text, defaults)
-        if name is None:
-            name, is_named = f"line-{number}", False
-        if name in seen:
-            raise UsageError(f"{path}: id {name!r} is on lines {seen[name]} and {number}; give each its own")
-        seen[name] = number
-        lines.append(line._replace(id=name))
+    lines: dict[str, Line] = {}
+    for number, text in enumerate((text for path in paths for text in path.read_bytes().splitlines()), 1):
+        if text.strip():
+            line = _parse(text, defaults, number)
+            if line.id in lines:
+                raise UsageError(f"line {number} of the input has an id of another line, {line.id!r}; give it its own")
+            lines[line.id] = line
     if not lines:
-        raise UsageError(
-            f"{path}: no line in it; a line is {{'prompt': ...}}, {{'messages': ...}} or OpenAI's batch form"
-        )
-    return Input(lines, None if is_named else digest.hexdigest())
+        raise UsageError(f"no line in the input; a line is {FORM}")
+    return list(lines.values())
 
 
-def _parse(text: str, defaults: dict[str, Any]) -> tuple[str | None, Line]:
-    """Return the id that the input has, and the line without it."""
-    name = None
+def _parse(text: bytes, defaults: dict[str, Any], number: int) -> Line:
     try:
-        given = json.loads(text)
-        if not isinstance(given, dict):
-            raise ValueError(f"a JSON object is wanted, this is a {type(given).__name__}")
-        ids = [given.pop(key, None) for key in ("custom_id", "id")]
-        name = next((str(one) for one in ids if one is not None), None)
-        url, body = _request(given)
-        body = {**defaults, **body}
-        if body.get("stream"):
-            raise ValueError("stream: a batch has no streams; remove it")
-    except json.JSONDecodeError as error:
-        return name, Line("", fault=f"not JSON: {error}")
-    except ValueError as error:
-        return name, Line("", fault=str(error))
-    return name, Line("", url, body)
-
-
-def _request(given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    if "url" not in given and "body" not in given:
-        for key, short in SHORT_FORMS.items():
-            if key in given:
-                return short, given
-        raise ValueError("no 'prompt', 'messages' or 'url' in it")
-    url, body = given.get("url"), given.get("body")
-    # No dots and escapes: /v1/../x would reach an operator's endpoints
-    is_api = isinstance(url, str) and re.fullmatch(r"/v1(/[a-z0-9_-]+)+", url)
-    if not is_api or given.get("method", "POST") != "POST":
-        raise ValueError(f"POST to a url that begins with /v1/ is wanted, as /v1/chat/completions, not {url!r}")
-    if not isinstance(body, dict):
-        raise ValueError("body: a JSON object is wanted")
-    return str(url), body
-
-
-def _texts(path: str) -> Iterator[str]:
-    import fsspec
-
-    try:
-        system, place = fsspec.url_to_fs(path)
-        if system.isdir(place):
-            files = sorted(name for name in system.find(place) if name.endswith((".jsonl", ".jsonl.gz")))
-        else:
-            files = sorted(system.glob(place)) if "*" in place else [place]
-        if not files:
-            raise OSError("no file matches; name a file of lines, a glob or a folder with .jsonl files")
-        for name in files:
-            with system.open(name, "rt", encoding="utf-8", compression="infer") as file:
-                yield from file
-    except (ImportError, OSError, ValueError) as error:  # ImportError: fsspec says what to install
-        raise UsageError(f"{path}: cannot be read: {error}") from None
-
-
-class Output:
-    """The folder of parts of a job with these settings; `answered` has the ids in it.
-
-    Raises UsageError if the folder cannot be used, or has answers of another job.
-    """
-
-    def __init__(self, path: str, job: dict[str, Any], read: Input) -> None:
-        import fsspec
-
-        self.path, self.answered, before = path, set[str](), None
-        wanted = {**job, "input_sha256": read.sha256}
-        try:
-            self._system, self._place = fsspec.url_to_fs(path)
-            if self._system.isfile(self._place):
-                raise OSError("is a file; name a folder: the answers come in parts")
-            self._system.invalidate_cache()  # of listings of the folder
-            self._system.makedirs(self._place, exist_ok=True)
-            if self._system.exists(f"{self._place}/{JOB}"):
-                before = json.loads(self._system.cat_file(f"{self._place}/{JOB}"))
-                files = self._system.ls(self._place, detail=False)  # no glob: a folder's name may contain brackets
-                for part in (file for file in files if re.fullmatch(r".*/part-[^/]*\.jsonl", file)):
-                    with self._system.open(part, "rt", encoding="utf-8") as lines:
-                        self.answered |= {json.loads(line)["custom_id"] for line in lines}
-        except (ImportError, OSError, ValueError) as error:
-            raise UsageError(f"--output {path}: {error}") from None
-        if before is None:
-            self.write(JOB, json.dumps(wanted, indent=1) + "\n")
-            return
-        for key, there, _ in differing(before, wanted):
-            what = "an input that has changed, or lines without ids" if key == "input_sha256" else f"{key} {there!r}"
-            raise UsageError(f"--output {path} holds answers of another job ({what}); name another folder")
-
-    def write(self, name: str, text: str) -> None:
-        """Write a part atomically: object stores do, and a local file is renamed when it is complete."""
-        from fsspec.implementations.local import LocalFileSystem
-
-        place = f"{self._place}/{name}"
-        try:
-            if isinstance(self._system, LocalFileSystem):
-                replace_file(Path(place), text.encode())
-            else:
-                self._system.pipe_file(place, text.encode())
-        except OSError as error:
-            raise UsageError(f"--output {self.path}: {error}; what was written is whole: type it again") from None
-
-
-def split_into_parts(lines: Iterable[Line], answered: set[str], size: int) -> dict[str, list[Line]]:
-    """Split the lines without an answer into parts, by name, of `size` lines each."""
-    open_ = [line for line in lines if line.id not in answered]
-    groups = [open_[start : start + size] for start in range(0, len(open_), size)]
-    return {f"part-{digest(line.id for line in group)[:16]}.jsonl": group for group in groups}
-
-
-def digest(ids: Iterable[str], between: str = "\n") -> str:
-    return hashlib.sha256(between.join(ids).encode()).hexdigest()
+        request = BatchRequest.model_validate_json(text)
+    except ValidationError as error:
+        name = None
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            name = json.loads(text)["custom_id"]
+        return Line(str(name or f"line-{number}"), fault=f"{one_line(error, BatchRequest)}; a line is {FORM}")
+    body = {**defaults, **request.body}
+    fault = "stream: a batch has no streams; remove it" if body.get("stream") else ""
+    return Line(request.custom_id, request.url, body, fault)
 
 
 def record(line: Line, status: int | None = None, text: str = "", fault: str = "") -> dict[str, Any]:
-    """Return a line of a part for the server's answer, or for a fault; the error of a server is also in its body."""
+    """Return a line of the output for the server's answer, or for a fault; a server's error is also in its body."""
     try:
         body = json.loads(text)
     except json.JSONDecodeError:
@@ -204,6 +95,46 @@ def record(line: Line, status: int | None = None, text: str = "", fault: str = "
     }
 
 
-def differing(given: dict[str, Any], wanted: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return (key, given, wanted) of settings that differ."""
-    return [(key, given.get(key), value) for key, value in wanted.items() if given.get(key) != value]
+def encode(answer: dict[str, Any]) -> bytes:
+    """Return the line of a file of answers."""
+    return (json.dumps(answer, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
+
+
+def resume(path: Path, key: str, settings: dict[str, Any]) -> set[str]:
+    """Return the ids in a file of answers, and remove its incomplete last line; a new file gets its settings.
+
+    Args:
+        path: of the file; PATH.meta.json has its settings.
+        key: of the id in each line.
+        settings: JSON values that the answers depend on.
+
+    Raises:
+        UsageError: the file was made with other settings, or has a line that is no answer.
+    """
+    from vllm_mtpc.checkpoint.save import package_versions
+
+    side = path.with_name(path.name + ".meta.json")
+    if not path.exists() or not path.stat().st_size:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(side, (json.dumps({**settings, "versions": package_versions()}, indent=2) + "\n").encode())
+        return set()
+    if not side.exists():
+        raise UsageError(f"{path} is there without {side.name}; name another file, or remove it")
+    given = read_json(side)
+    if found := [name for name, value in settings.items() if given.get(name) != value]:
+        differing = ", ".join(f"{name} {given.get(name)!r} (asked for: {settings[name]!r})" for name in found)
+        raise UsageError(
+            f"{path} was made with other settings: {differing}; give the same ones to continue it, or name another file"
+        )
+    ids, end = set(), 0
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break
+            end += len(line)
+            try:
+                ids.add(json.loads(line)[key])
+            except (ValueError, TypeError, KeyError):
+                raise UsageError(f"{path}:{number}: not a response; remove the line and run again") from None
+    os.truncate(path, end)
+    return ids

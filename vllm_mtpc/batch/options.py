@@ -7,28 +7,26 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_mtpc.engine.options import EngineOptions, JsonDict
+from vllm_mtpc.engine.options import JsonDict, serve_arguments
 
 
-class BatchOptions(EngineOptions):
-    """Prompts from files to a folder of answers, by one engine or by many."""
+class BatchOptions(BaseModel):
+    """Prompts from files to a file of answers, by one `vllm serve`."""
 
-    input: str = Field(min_length=1, description="file, glob or folder of .jsonl, .gz too; s3://, gs:// as fsspec has")
-    output: str = Field(min_length=1, description="folder of the answers, or s3://; one that is there is gone on with")
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    input: list[Path] = Field(min_length=1, description="files of requests, one per line")
+    output: Path = Field(description="file of answers, one per line; an existing one is continued")
+    model: str = Field(min_length=1, description="the target: folder or hub name")
+    speculative_config: JsonDict | None = Field(None, description="of `vllm serve`, JSON")
+    engine: dict[str, Any] = Field({}, description="flags of `vllm serve`: max-model-len=4096 ...")
     body: JsonDict = Field({}, description="keys of every request that lacks them, JSON: max_tokens, ...")
-    in_flight: int = Field(256, ge=1, description="most requests at an engine")
-    part_lines: int = Field(64, ge=1, description="answers that are written at once, and lost at most")
-    ray: bool = Field(False, description="run on Ray, also with one engine")
-    address: str | None = Field(None, description="of the Ray cluster; default: the one of this machine, or a new one")
 
     @property
-    def is_on_ray(self) -> bool:
-        return self.ray or self.replicas > 1 or self.address is not None
-
-    @property
-    def concurrent_parts(self) -> int:
-        """Number of parts that are answered at once: one more than fills an engine, for the last lines of a part."""
-        return -(-self.in_flight // self.part_lines) + 1
+    def command(self) -> list[str]:
+        """Words after `vllm serve`."""
+        drafts = {"speculative_config": self.speculative_config} if self.speculative_config else {}
+        return serve_arguments({"model": self.model, **self.engine, **drafts})
 
 
 # Chunked prefill sets a generator's offset, which generators on a CPU do not have. By default vLLM reserves nearly all

@@ -45,7 +45,7 @@ def collect(options: RegenerateOptions, tokenizer: PreTrainedTokenizerBase | Non
 
     A repeated prompt gets another sample; at temperature 0, where its text would be the same, it is left out.
     """
-    prompts = _some(list(_prompts(options, tokenizer)), options)
+    prompts = _sample(list(_prompts(options, tokenizer)), options)
     if not prompts:
         raise UsageError(
             f"{', '.join(options.data)}: no prompts; expected is text of at least one token, or conversations with a "
@@ -62,7 +62,7 @@ def collect(options: RegenerateOptions, tokenizer: PreTrainedTokenizerBase | Non
     return requests
 
 
-def _some(items: list[Any], options: RegenerateOptions) -> list[Any]:
+def _sample(items: list[Any], options: RegenerateOptions) -> list[Any]:
     if options.limit is None or options.limit >= len(items):
         return items
     return [items[index] for index in sorted(random.Random(options.seed).sample(range(len(items)), options.limit))]
@@ -70,7 +70,7 @@ def _some(items: list[Any], options: RegenerateOptions) -> list[Any]:
 
 def _prompts(options: RegenerateOptions, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[Prompt]:
     cut = _cutter(options, tokenizer)
-    records = _some(list(read_records(options.data, options.split)), options)
+    records = _sample(list(read_records(options.data, options.split)), options)
     for origin, record in Bar(records, "prompts", unit=" records"):
         if "prompt_ids" in record:
             if ids := exact_ids(record, "prompt_ids"):

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import json
+import hashlib
 import os
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from vllm_mtpc.batch.lines import differing, digest
+from vllm_mtpc.batch.lines import encode, resume
 from vllm_mtpc.batch.options import RegenerateOptions
 from vllm_mtpc.batch.prompts import Request, collect
 from vllm_mtpc.engine.options import serve_arguments
 from vllm_mtpc.engine.served import OWN_SAMPLING
 from vllm_mtpc.engine.server import run_server
 from vllm_mtpc.errors import SETUP, EngineFailed, UsageError, validate
-from vllm_mtpc.files import read_json, replace_file
 from vllm_mtpc.flags import add_flags, typed
 from vllm_mtpc.progress import Bar
 
@@ -62,30 +60,28 @@ def regenerate(options: RegenerateOptions, respond: Respond | None = None) -> Pa
 
     tokenizer = tokenizer_if_any(options.target)
     requests = collect(options, tokenizer)
-    done = _resume(options, sorted({request.id for request in requests}))
+    ids = sorted({request.id for request in requests})
+    prompts = hashlib.sha256("".join(ids).encode()).hexdigest()
+    done = resume(options.out, "id", {**options.meta(), "prompts": prompts})
     left = {request.id: request for request in requests if request.id not in done}
     if not left:
         return options.out
-    skipped = written = 0
+    skipped = 0
     with (
         open(options.out, "ab") as file,
         Bar(total=len(requests), initial=len(requests) - len(left), desc="responses", unit="response") as bar,
+        closing(_answers(options, list(left.values()), tokenizer is not None, respond)) as answers,
     ):
         bar.set_postfix_str("vLLM is starting")
-        with _engine(options, list(left.values()), tokenizer is not None, respond) as waves:
-            begun = time.monotonic()
-            bar.unpause()
-            for answers in waves:
-                responses = [answer for answer in answers if "response_ids" in answer]
-                for answer in responses:
-                    line = json.dumps(left[answer["id"]].line(answer, tokenizer), ensure_ascii=False) + "\n"
-                    file.write(line.encode("utf-8", "surrogatepass"))
-                file.flush()
-                os.fsync(file.fileno())
-                skipped += len(answers) - len(responses)
-                written += sum(len(answer["response_ids"]) for answer in responses)
-                bar.set_postfix_str(f"{written / max(time.monotonic() - begun, 1e-3):,.0f} tokens/s", refresh=False)
-                bar.update(len(answers))
+        while wave := list(islice(answers, WAVE)):
+            bar.set_postfix_str("", refresh=False)
+            responses = [answer for answer in wave if "response_ids" in answer]
+            for answer in responses:
+                file.write(encode(left[answer["id"]].line(answer, tokenizer)))
+            file.flush()
+            os.fsync(file.fileno())
+            skipped += len(wave) - len(responses)
+            bar.update(len(wave))
     if skipped == len(requests):
         raise UsageError(
             f"all {skipped} prompts are longer than target {options.target} can continue; "
@@ -96,39 +92,34 @@ def regenerate(options: RegenerateOptions, respond: Respond | None = None) -> Pa
     return options.out
 
 
-@contextmanager
-def _engine(
+def _answers(
     options: RegenerateOptions, requests: list[Request], has_tokenizer: bool, respond: Respond | None
-) -> Iterator[Iterator[list[dict[str, Any]]]]:
-    """Yield an engine's answers in the order of the requests; those without `response_ids` were skipped."""
+) -> Generator[dict[str, Any], None, None]:
+    """Yield answers in the order of the requests; those without `response_ids` had no room."""
     log = options.out.with_name(options.out.name + ".log")
     engine, sampling = options.arguments(has_tokenizer)
+    seeds = [int(request.id[:8], 16) for request in requests]
     if respond is not None:
-        seeds = [int(one.id[:8], 16) for one in requests]
-        found = respond([one.prompt_ids for one in requests], {**sampling, "max_tokens": options.max_tokens}, seeds)
-        waiting = (
-            {"id": one.id}
-            | ({"response_ids": tokens[len(one.prompt_ids) :], "finish_reason": reason} if reason else {})
-            for one, (tokens, _, reason) in zip(requests, found, strict=True)
-        )
-        yield iter(lambda: list(islice(waiting, WAVE)), [])
+        prompts = [request.prompt_ids for request in requests]
+        found = respond(prompts, {**sampling, "max_tokens": options.max_tokens}, seeds)
+        for request, (tokens, _, reason) in zip(requests, found, strict=True):
+            response = {"response_ids": tokens[len(request.prompt_ids) :], "finish_reason": reason}
+            yield {"id": request.id, **(response if reason else {})}
         return
     pool = ThreadPoolExecutor(IN_FLIGHT)
     try:
         with run_server(serve_arguments({**OWN_SAMPLING, **engine}), log) as client:
             card = client.model_card()
 
-            def answer(request: Request) -> dict[str, Any]:
+            def answer(request: Request, seed: int) -> dict[str, Any]:
                 room = card["max_model_len"] - len(request.prompt_ids)
                 if room < 1:
                     return {"id": request.id}
-                body = {"model": card["id"], "prompt": request.prompt_ids, "seed": int(request.id[:8], 16), **sampling}
+                body = {"model": card["id"], "prompt": request.prompt_ids, "seed": seed, **sampling}
                 (choice,) = client.choices({**body, "max_tokens": min(room, options.max_tokens)})
-                found = {"id": request.id, "response_ids": choice["token_ids"]}
-                return found | {"finish_reason": choice["finish_reason"]}
+                return {"id": request.id, "response_ids": choice["token_ids"], "finish_reason": choice["finish_reason"]}
 
-            answers = pool.map(answer, requests)
-            yield iter(lambda: list(islice(answers, WAVE)), [])
+            yield from pool.map(answer, requests, seeds)
     except EngineFailed as error:
         raise UsageError(
             f"vLLM failed: {error.reason}; its log is {log}; what was answered is kept, run again to continue"
@@ -136,34 +127,3 @@ def _engine(
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     log.unlink(missing_ok=True)
-
-
-def _resume(options: RegenerateOptions, ids: list[str]) -> set[str]:
-    """Return the ids in the output file and remove its incomplete last line; a new file gets its settings."""
-    from vllm_mtpc.checkpoint.save import package_versions
-
-    path, meta = options.out, {**options.meta(), "prompts": digest(ids, "")}
-    side = path.with_name(path.name + ".meta.json")
-    if not path.exists() or not path.stat().st_size:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(side, (json.dumps({**meta, "versions": package_versions()}, indent=2) + "\n").encode())
-        return set()
-    if not side.exists():
-        raise UsageError(f"{path} is there without {side.name}; name another file, or remove it")
-    if found := differing(read_json(side), meta):
-        settings = ", ".join(f"{key} {theirs!r} (asked for: {ours!r})" for key, theirs, ours in found)
-        raise UsageError(
-            f"{path} was made with other settings: {settings}; give the same ones to continue it, or name another file"
-        )
-    done, end = set(), 0
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                break
-            end += len(line)
-            try:
-                done.add(json.loads(line)["id"])
-            except (ValueError, TypeError, KeyError):
-                raise UsageError(f"{path}:{number}: not a response; remove the line and run again") from None
-    os.truncate(path, end)
-    return done
