@@ -12,7 +12,7 @@ from typing import Any
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.errors import UsageError
 
-SERVED = "bench serve"  # the kind of the results that `vllm-mtpc plot` draws
+SERVED = "bench serve"  # the kind of its results
 
 
 def check_file(file: Path | None, flag: str = "--json") -> None:
@@ -63,5 +63,4 @@ def print_table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]
 
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table."""
     return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *lines])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 
 from vllm_mtpc import cli, demo
-from vllm_mtpc.bench import comparison, decodings, serve_command
+from vllm_mtpc.bench import comparison, serve_command
 from vllm_mtpc.bench.comparison import ORDERS, Comparison, Pass
-from vllm_mtpc.bench.decodings import Decoding, find_heads, find_peers
-from vllm_mtpc.bench.report import details, make_rows, overview
+from vllm_mtpc.bench.decodings import Decoding, find_heads
+from vllm_mtpc.bench.report import make_rows, make_table
 from vllm_mtpc.engine.counters import Acceptance
-from vllm_mtpc.engine.served import Measured, Setting
-from vllm_mtpc.errors import CheckpointError, EngineFailed, UsageError
-from vllm_mtpc.report import markdown, print_table
+from vllm_mtpc.engine.served import Load, PassResult
+from vllm_mtpc.errors import EngineFailed, MtpcError
+from vllm_mtpc.report import print_table
 
-GREEDY = Setting(1, 0.0, 4, 2)
-SAMPLED = Setting(1, 1.0, 4, 2)
+GREEDY = Load(1, 0.0, 4, 2)
+SAMPLED = Load(1, 1.0, 4, 2)
 
 
 def decoding(name: str, method: str | None = "mtpc") -> Decoding:
@@ -33,12 +33,13 @@ def decoding(name: str, method: str | None = "mtpc") -> Decoding:
 
 
 PLAIN, NGRAM, BTREE = decoding("plain", None), decoding("ngram", "ngram"), decoding("btree")
+MISSING = Decoding("suffix", {}, fault="not installed")
 
 
-def measured(seconds: float, **more: Any) -> Measured:
+def measured(seconds: float, **more: Any) -> PassResult:
     """Eight tokens, three of them accepted drafts, in four steps of a request."""
     acceptance = Acceptance(3, 6, 3, (2, 1), steps=4)
-    return Measured(seconds, 8, **{"acceptance": acceptance, "ttft_ms": 20.0, "tpot_ms": 5.0, **more})
+    return PassResult(seconds, 8, **{"acceptance": acceptance, "ttft_ms": 20.0, "tpot_ms": 5.0, **more})
 
 
 class Engines:
@@ -47,7 +48,7 @@ class Engines:
     wrong: greedy answers that differ from plain's, by engine. cannot_start: names of engines that fail.
     """
 
-    def __init__(self, patch: pytest.MonkeyPatch, seconds: Callable[[str, Setting, int], float]) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, seconds: Callable[[str, Load, int], float]) -> None:
         self.seconds = seconds
         self.wrong: dict[str, int] = {}
         self.log: list[tuple[str, ...]] = []
@@ -67,7 +68,7 @@ class Engines:
     def complete_greedy(self, name: str, prompts: list[Any], max_tokens: int) -> list[list[int]]:
         return [[number, 99 if number < self.wrong.get(name, 0) else 3] for number in range(len(prompts))]
 
-    def measure(self, name: str, setting: Setting, prompts: list[Any]) -> Measured:
+    def measure(self, name: str, setting: Load, prompts: list[Any]) -> PassResult:
         self.log.append((name, setting.name, *prompts))
         self.passes[name] += 1
         return measured(self.seconds(name, setting, self.passes[name] - 1))
@@ -88,22 +89,16 @@ def with_defaults(*words: str, on_gpu: bool = False) -> argparse.Namespace:
     return args
 
 
-def test_demo_compares_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decodings, "count_mtp_layers", lambda engine: 0)
+def test_defaults_follow_the_heads_and_the_machine() -> None:
     args = with_defaults("--demo")
     assert (args.concurrency, args.rounds, args.dtype, args.order) == ([1, 4, 16], 4, "float32", "interleaved")
     names = [one.name for one in serve_command.find_decodings(args, on_gpu=False)]
-    assert names == ["plain", "ngram", "suffix", "MTP", "ff (Medusa-style)", "cp", "hmm", "btree"]
-    cells = serve_command.make_cells(args)
+    assert names == ["plain", "ngram", "ff (Medusa-style)", "cp", "hmm", "btree"]
+    cells = serve_command.make_loads(args)
     assert [(one.clients, one.prompts, one.max_tokens) for one in cells[:3]] == [(1, 8, 96), (4, 12, 96), (16, 48, 96)]
     assert Path(with_defaults("--demo", on_gpu=True).heads[-1]) == demo.path("late")
-
-
-def test_defaults_follow_the_head_and_the_machine() -> None:
-    args = with_defaults("--heads", HEAD)
-    assert Path(args.target) == demo.path("target") and args.concurrency == [1, 2, 4, 8, 16, 32, 64]
     on_gpu = with_defaults("--heads", HEAD, on_gpu=True)
-    assert (on_gpu.order, on_gpu.dtype) == ("bracketed", "auto")
+    assert (on_gpu.order, on_gpu.dtype) == ("bracketed", "auto") and Path(on_gpu.target) == demo.path("target")
 
 
 @pytest.mark.parametrize(
@@ -115,32 +110,25 @@ def test_defaults_follow_the_head_and_the_machine() -> None:
         (["--demo", "--concurrency", "0"], "--concurrency must be"),
         (["--demo", "--temperature", "-1"], "--temperature 0 or more"),
         (["--demo", "--peers", "--peer", 'cp={"method": "eagle"}'], "--peer cp: another row"),
+        (["--heads", HEAD, HEAD], "named twice"),
+        (["--heads", "/no/such/head", "--target", "x"], "no head"),
+        *((words, "") for words in (["--variant", "K=3"], ["--engine", "["], ["--peer", "a=[1]"], ["--peer", "={}"])),
     ],
 )
-def test_options_that_exclude_each_other_are_refused(words: list[str], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+def test_invalid_options_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(MtpcError if message else SystemExit, match=message or None):
         serve_command.find_decodings(with_defaults(*words), on_gpu=False)
-
-
-@pytest.mark.parametrize(
-    "words", [("--variant", "K=3"), ("--engine", "{"), ("--engine", "[1]"), ("--peer", "a=[1]"), ("--peer", "={}")]
-)
-def test_options_that_are_not_json_are_refused(words: tuple[str, str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(*words)
-    assert parse("--variant", 'K=3={"a": 3}').variant == [("K=3", {"a": 3})]
 
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
     made = Engines(monkeypatch, lambda name, setting, turn: 0.5 if name == "btree" else 1.0)
-    made.decodings = [PLAIN, BTREE, Decoding("suffix", {}, fault="not installed")]
+    made.decodings = [PLAIN, BTREE, MISSING]
 
-    monkeypatch.setattr(
-        serve_command,
-        "run_server",
-        lambda words, log: made.start(next(d for d in made.decodings if d.name == log.stem)),
-    )
+    def run_server(words: list[str], log: Path) -> contextlib.AbstractContextManager[str]:
+        return made.start(next(one for one in made.decodings if one.name == log.stem))
+
+    monkeypatch.setattr(serve_command, "run_server", run_server)
     monkeypatch.setattr(serve_command, "find_decodings", lambda *_: made.decodings)
     return made
 
@@ -160,38 +148,30 @@ def test_result_names_machine_settings_and_rows(engines: Engines, tmp_path: Path
     assert result["not_run"] == [{"name": "suffix", "reason": "not installed", "is_required": False}]
     assert not any(Path(str(value)).is_absolute() for value in result["settings"].values())
     printed = capsys.readouterr().out
-    for piece in ("not run: suffix", "16 (2.00x)", "tokens/step:", "interleaved:"):
+    for piece in ("not run: suffix", "| 16.0 | 2.00x |", "tokens/step:", "interleaved:"):
         assert piece in printed
     assert printed.strip().endswith("identical greedy outputs: 8 of 8")
 
 
-def test_greedy_answers_that_differ_fail_in_float32(engines: Engines, tmp_path: Path, capsys) -> None:
-    engines.wrong["btree"] = 1
-    assert run(tmp_path / "r.json") == 1
-    assert "btree: 1 of 8 greedy answers differ" in capsys.readouterr().out
-    assert run(tmp_path / "r.json", "--dtype", "bfloat16") == 0
-
-
 @pytest.mark.parametrize(
-    ("decodings", "code", "line"),
+    ("decodings", "failing", "wrong", "dtype", "code", "line"),
     [
-        ([PLAIN, BTREE], 1, "failed: btree did not run"),
-        ([PLAIN], 1, "failed: nothing was compared with plain vLLM"),
-        ([PLAIN, NGRAM, replace(BTREE, fault="needs a GPU")], 1, "failed: btree did not run"),
-        ([PLAIN, NGRAM, Decoding("suffix", {}, fault="not installed")], 0, "identical greedy outputs: 8 of 8"),
+        ([PLAIN, BTREE], "btree", 0, "float32", 1, "failed: btree did not run"),
+        ([PLAIN], "", 0, "float32", 1, "failed: nothing was compared with plain vLLM"),
+        ([PLAIN, NGRAM, replace(BTREE, fault="needs a GPU")], "", 0, "float32", 1, "failed: btree did not run"),
+        ([PLAIN, NGRAM, MISSING], "", 0, "float32", 0, "identical greedy outputs: 8 of 8"),
+        ([PLAIN, BTREE], "", 1, "float32", 1, "identical greedy outputs: 7 of 8"),
+        ([PLAIN, BTREE], "", 1, "bfloat16", 0, "identical greedy outputs: 7 of 8"),
     ],
 )
-def test_heads_that_did_not_run_fail(engines: Engines, tmp_path, capsys, decodings, code, line) -> None:
-    engines.cannot_start.add("btree")
-    engines.decodings = decodings
-    assert run(tmp_path / "r.json") == code
-    assert capsys.readouterr().out.strip().endswith(line)
-
-
-def test_plain_that_does_not_start_ends_the_run(engines: Engines, tmp_path: Path, capsys) -> None:
-    engines.cannot_start.add("plain")
-    assert run(tmp_path / "r.json") == 2 and "no such model" in capsys.readouterr().err
-    assert not (tmp_path / "r.json").exists()
+def test_heads_that_did_not_run_or_differ_fail(
+    engines: Engines, tmp_path, capsys, decodings, failing, wrong, dtype, code, line
+) -> None:
+    engines.cannot_start.add(failing)
+    engines.decodings, engines.wrong["btree"] = decodings, wrong
+    assert run(tmp_path / "r.json", "--dtype", dtype) == code
+    printed = capsys.readouterr().out
+    assert printed.strip().endswith(line) and ("btree: 1 of 8 greedy answers differ" in printed) == bool(wrong)
 
 
 @pytest.mark.slow
@@ -227,55 +207,21 @@ def test_heads_that_need_v2_are_missing_without_a_gpu(tmp_path: Path, monkeypatc
     assert not any(one.fault for one in find_heads(names, {}, on_gpu=False))
 
 
-def test_heads_have_different_names(tmp_path: Path) -> None:
+def test_heads_variants_and_peers_have_different_names(tmp_path: Path) -> None:
     found = find_heads(NAMES, {}, on_gpu=True)
     assert [one.name for one in found] == ["ff (Medusa-style)", "cp", "hmm", "btree", "o-ptp", "c-ptp", "late"]
-    places = [tmp_path / place for place in ("a/head", "b/head", "b/mine")]
+    places = [str(tmp_path / place) for place in ("a/head", "b/head", "b/mine")]
     for place in places:
-        place.mkdir(parents=True)
-        (place / "config.json").write_bytes((demo.path("ff") / "config.json").read_bytes())
-    kind = " [ff (Medusa-style)]"
+        shutil.copytree(demo.path("ff"), place)
     for few, names in ((places[1:], ["head", "mine"]), (places, ["a/head", "b/head", "b/mine"])):
-        found = find_heads(list(map(str, few)), {}, False)
-        assert [one.name for one in found] == [f"{name}{kind}" for name in names]
-    with pytest.raises(UsageError, match="named twice"):
-        find_heads([NAMES[0], NAMES[0]], {}, on_gpu=False)
-    with pytest.raises(CheckpointError, match="no head"):
-        find_heads(["/no/such/head"], {}, on_gpu=False)
-
-
-def test_variants_are_rows_of_their_own() -> None:
-    found = find_heads(NAMES[3:4], {"K=3": {"num_speculative_tokens": 3}}, on_gpu=False)
-    assert [one.name for one in found] == ["btree", "btree, K=3"]
-    assert found[1].speculative == {"method": "mtpc", "model": NAMES[3], "num_speculative_tokens": 3}
-
-
-@pytest.mark.parametrize(
-    ("names", "configured", "wanted"),
-    [
-        (["ngram"], {}, {"ngram": 5}),
-        (["suffix"], {}, {"suffix": None}),
-        (["mtp"], {}, {"MTP": 2}),
-        ([], {"e": {"method": "eagle", "model": "m"}}, {"e": 5}),
-        ([], {"e": {"method": "eagle", "model": "m", "num_speculative_tokens": 7}}, {"e": 7}),
-    ],
-)
-def test_peers_have_a_number_of_drafts(monkeypatch, names, configured, wanted) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: "installed")
-    monkeypatch.setattr(decodings, "count_mtp_layers", lambda engine: 2)
-    found = find_peers(names, configured, {})
-    assert {one.name: one.speculative.get("num_speculative_tokens") for one in found} == wanted
-    assert not any(one.fault for one in found)
-    assert [one.is_required for one in found] == [bool(configured)] and not found[0].is_ours
-
-
-def test_peers_that_cannot_run_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(decodings, "count_mtp_layers", lambda engine: 0)
-    assert [(one.name, one.fault, one.is_required) for one in find_peers(["suffix", "mtp"], {}, {})] == [
-        ("suffix", "arctic-inference is not installed", False),
-        ("MTP", "the target bundles no MTP layers that vLLM serves", False),
+        assert [one.name for one in find_heads(few, {}, False)] == [f"{name} [ff (Medusa-style)]" for name in names]
+    words = ["--heads", HEAD, "--variant", 'K=3={"num_speculative_tokens": 3}', "--peer", 'e={"method": "eagle"}']
+    found = serve_command.find_decodings(with_defaults(*words), on_gpu=False)
+    assert [(one.name, one.is_required) for one in found] == [
+        *(("plain", False), ("ngram", False), ("e", True), ("btree", True), ("btree, K=3", True)),
     ]
+    assert found[2].speculative == {"method": "eagle"} and not found[2].is_ours
+    assert found[4].speculative == {"method": "mtpc", "model": HEAD, "num_speculative_tokens": 3}
 
 
 def compare_engines(engines: Engines, decodings=(PLAIN, BTREE), cells=(SAMPLED,), rounds=1, order="interleaved"):
@@ -285,22 +231,17 @@ def compare_engines(engines: Engines, decodings=(PLAIN, BTREE), cells=(SAMPLED,)
 
 
 def test_interleaved_rounds_reverse_the_order_of_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    engines = Engines(monkeypatch, lambda *_: 1.0)
-    compare_engines(engines, cells=[SAMPLED, GREEDY], rounds=2)
+    """btree takes half of plain's time, while the machine slows down threefold from pass to pass."""
+    engines = Engines(monkeypatch, lambda name, _, turn: 3.0**turn * (0.5 if name == "btree" else 1.0))
+    found = compare_engines(engines, cells=[SAMPLED, GREEDY], rounds=2)
     assert engines.log[:2] == [("start", "plain"), ("start", "btree")]  # all run before the first pass
     turns = [entry for entry in engines.log if entry[0] in ("plain", "btree")]
     assert [name for name, *_ in turns] == ["plain", "btree"] * 2 + ["btree", "plain"] * 2
     assert [cell for _, cell, *_ in turns] == ["T=1, c=1", "T=1, c=1", "T=0, c=1", "T=0, c=1"] * 2
     assert ["".join(prompts) for _, _, *prompts in turns] == ["ab"] * 4 + ["cd"] * 4  # other ones in the second round
-
-
-def test_speedup_is_unchanged_when_the_machine_slows_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    """btree takes half of plain's time, while the machine slows down threefold from round to round."""
-    engines = Engines(monkeypatch, lambda name, _, turn: 3.0**turn * (0.5 if name == "btree" else 1.0))
-    found = compare_engines(engines, rounds=3)
-    plain, btree = make_rows(found)
-    assert btree["speedup_spread"] == [2.0, 2.0] and btree["speedup"] == 2.0
-    assert plain["speedup"] is None and plain["tokens_per_second_spread"] == [0.89, 8.0]
+    plain, btree, *_ = make_rows(found)
+    assert btree["speedup_spread"] == [2.0, 2.0] and btree["speedup"] == 2.0 and plain["speedup"] is None
+    assert plain["tokens_per_second_spread"] == [0.89, 8.0]
 
 
 def test_sequential_engines_are_compared_with_plain_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,47 +255,26 @@ def test_sequential_engines_are_compared_with_plain_before_and_after(monkeypatch
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_engine_that_does_not_start_is_reported(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    engines = Engines(monkeypatch, lambda *_: 1.0)
-    engines.cannot_start.add("btree")
-    found = compare_engines(engines, [PLAIN, NGRAM, BTREE], order=order, rounds=2)
-    assert {one.decoding.name for one in found.passes} == {"plain", "ngram"}
-    (missing,) = found.missing
-    assert (missing.name, missing.fault) == ("btree", "its engine failed: ValueError: no such model")
-    engines.cannot_start.add("plain")
-    with pytest.raises(EngineFailed, match="no such model"):
-        compare_engines(engines, order=order)
+def test_engine_that_fails_is_reported_and_keeps_its_passes(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """btree does not start, ngram ends in its second pass."""
 
-
-def test_engine_that_fails_later_keeps_its_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def seconds(name: str, setting: Setting, turn: int) -> float:
+    def seconds(name: str, load: Load, turn: int) -> float:
         if (name, turn) == ("ngram", 1):
             raise EngineFailed("ended\nout of memory")
         return 1.0
 
-    found = compare_engines(Engines(monkeypatch, seconds), [PLAIN, NGRAM, BTREE], rounds=3)
-    assert {row["decoding"]: row["rounds"] for row in make_rows(found)} == {"plain": 3, "ngram": 1, "btree": 3}
-    assert found.missing[0].fault == "its engine failed: out of memory"
-
-
-@pytest.mark.parametrize(
-    ("log", "reason"),
-    [
-        (
-            "log:\n  File x, line 3\npydantic_core.ValidationError: 1 error\nmethod\n  For further information visit z",
-            "pydantic_core.ValidationError: 1 error",
-        ),
-        ("(EngineCore pid=3) ValueError: too long\nend", "(EngineCore pid=3) ValueError: too long"),
-        (
-            "ValidationError: 1 validation error for ModelConfig\n  Value error, Unknown dtype\n    For further "
-            "information",
-            "ValidationError: 1 validation error for ModelConfig Value error, Unknown dtype",
-        ),
-        ("exit code -9\nKilled", "Killed"),
-    ],
-)
-def test_reason_is_the_last_exception_of_a_log(log: str, reason: str) -> None:
-    assert EngineFailed(log).reason == reason
+    engines = Engines(monkeypatch, seconds)
+    engines.cannot_start.add("btree")
+    found = compare_engines(engines, [PLAIN, NGRAM, BTREE], order=order, rounds=3)
+    assert {one.name: one.fault for one in found.missing} == {
+        "btree": "its engine failed: ValueError: no such model",
+        "ngram": "its engine failed: out of memory",
+    }
+    rounds = {row["decoding"]: row["rounds"] for row in make_rows(found)}
+    assert rounds == {"plain": 3 if order == "interleaved" else 6, "ngram": 1}
+    engines.cannot_start.add("plain")
+    with pytest.raises(EngineFailed, match="no such model"):
+        compare_engines(engines, order=order)
 
 
 def passes(who, cell, *seconds: float, **more) -> list[Pass]:
@@ -362,43 +282,24 @@ def passes(who, cell, *seconds: float, **more) -> list[Pass]:
     return [Pass(who, cell, turn, measured(value, **more), 8.0) for turn, value in enumerate(seconds)]
 
 
-def test_rows_are_medians_of_rounds_and_sums_of_counters() -> None:
-    found = passes(BTREE, SAMPLED, 1.0, 0.5, 4.0)
-    (row,) = make_rows(Comparison(passes=found))
-    assert (row["tokens_per_second"], row["speedup"], row["speedup_spread"]) == (8.0, 1.0, [0.25, 2.0])
-    assert row["tokens_per_step"] == 1 + 9 / 12  # of 12 steps of a request
-    assert row["acceptance_per_position"] == [round(6 / 9, 4), round(3 / 9, 4)]
-    assert (row["ttft_ms"], row["tpot_ms"], row["identical"]) == (20.0, 5.0, None)
-    header, lines = details([row])
-    shown = dict(zip(header, lines[0], strict=True))
-    assert (shown["TPOT ms"], shown["identical"]) == ("5.00", "-")
+def test_rows_are_medians_of_rounds_and_sums_of_counters(capsys: pytest.CaptureFixture) -> None:
+    found = passes(BTREE, SAMPLED, 1.0, 0.5, 4.0) + passes(PLAIN, GREEDY, 1.0) + passes(BTREE, GREEDY, 1.0)
     # steps are those with drafts where others are not counted
-    (row,) = make_rows(Comparison(passes=passes(NGRAM, SAMPLED, 1.0, acceptance=Acceptance(3, 6, 3, (2, 1)))))
-    assert row["tokens_per_step"] == 2.0
-
-
-def test_greedy_rows_have_the_counts_of_the_identity_check() -> None:
-    found = passes(PLAIN, GREEDY, 1.0) + passes(BTREE, GREEDY, 1.0) + passes(BTREE, SAMPLED, 1.0)
+    found += passes(NGRAM, replace(SAMPLED, clients=4), 1.0, acceptance=Acceptance(3, 6, 3, (2, 1)))
     greedy = {PLAIN: [[1, 2], [3, 4]], BTREE: [[1, 2], [3, 5]]}
     rows = make_rows(Comparison(passes=found, greedy=greedy))
-    assert [(row["decoding"], row["identical"]) for row in rows] == [
-        ("btree", None),
-        ("plain", None),
-        ("btree", (1, 2)),
+    assert [(row["setting"], row["decoding"], row["identical"]) for row in rows] == [
+        ("T=1, c=1", "btree", None),
+        ("T=1, c=4", "ngram", None),
+        ("T=0, c=1", "plain", None),
+        ("T=0, c=1", "btree", (1, 2)),
     ]
-
-
-def test_tables_are_ordered_by_setting() -> None:
-    four = replace(SAMPLED, clients=4)
-    order = [(BTREE, GREEDY), (PLAIN, GREEDY), (PLAIN, four), (PLAIN, SAMPLED)]
-    found = make_rows(Comparison(passes=[one for who, cell in order for one in passes(who, cell, 1.0)]))
-    assert [(row["temperature"], row["clients"]) for row in found] == [(1.0, 1), (1.0, 4), (0.0, 1), (0.0, 1)]
-    header, lines = overview(found)
-    assert header == ["tok/s (speed-up)", "T=1, c=1", "T=1, c=4", "T=0, c=1"]
-    assert lines == [["plain", "8", "8", "8"], ["btree", "not run", "not run", "8 (1.00x)"]]
-    assert "| T=1, c=4 | plain | 8.0 |" in markdown(*details(found))
-
-
-def test_tables_in_a_pipe_are_markdown(capsys: pytest.CaptureFixture) -> None:
-    print_table("title", ["a", "b"], [["1", "2"], ["3", "4"]])
-    assert capsys.readouterr().out == "\ntitle\n\n| a | b |\n| --- | --- |\n| 1 | 2 |\n| 3 | 4 |\n"
+    row = rows[0]
+    assert (row["tokens_per_second"], row["speedup"], row["speedup_spread"]) == (8.0, 1.0, [0.25, 2.0])
+    assert row["tokens_per_step"] == 1 + 9 / 12 and rows[1]["tokens_per_step"] == 2.0  # of 12 steps of a request
+    assert row["acceptance_per_position"] == [round(6 / 9, 4), round(3 / 9, 4)]
+    assert (row["ttft_ms"], row["tpot_ms"]) == (20.0, 5.0)
+    print_table("title", *make_table(rows))
+    _, title, _, _, line, first, *_ = capsys.readouterr().out.splitlines()
+    assert title == "title" and set(line) == set("|- ")
+    assert first == "| T=1, c=1 | btree | 8.0 | 1.00x | 0.25..2.00 | 1.75 | 0.67 0.33 | 20.0 | 5.00 | - |"

@@ -14,7 +14,6 @@ from vllm_mtpc.errors import UsageError
 from vllm_mtpc.report import check_file
 
 FILES = sorted(provenance.RESULTS.glob("*.json"))
-TEXTS = [provenance.ROOT / "README.md", *sorted(provenance.ROOT.glob("[db]*/*.md"))]
 MARK = "Measured on a checkout that differed from its commit:"  # opens a paragraph of docs/performance.md
 
 
@@ -31,14 +30,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_named_commit_is_that_of_a_copy_with_an_older_git_folder(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MTPC_COMMIT", "a" * 40)
-    assert provenance.commit() == "a" * 40
-
-
-def test_results_need_a_clean_checkout(checkout: Path, tmp_path: Path) -> None:
+def test_results_need_a_clean_checkout(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = checkout / "benchmarks" / "results" / "new.json"
     check_file(kept)
     kept.write_text("{}")  # a result that is not committed yet changes no code
@@ -49,6 +41,8 @@ def test_results_need_a_clean_checkout(checkout: Path, tmp_path: Path) -> None:
     check_file(checkout / "elsewhere.json")
     with pytest.raises(UsageError, match=r"--json .*new\.json: the checkout differs from its commit; commit first"):
         check_file(kept)
+    monkeypatch.setenv("MTPC_COMMIT", "a" * 40)  # of a copy with an older .git
+    assert provenance.commit() == "a" * 40
 
 
 def test_hashes_are_those_of_git_also_without_git(checkout: Path) -> None:
@@ -79,11 +73,3 @@ def test_every_result_file_names_its_commit() -> None:
     text = (provenance.ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     marked = text.partition(MARK)[2].partition("\n\n")[0]
     assert changed == set(re.findall(r"`([\w-]+\.json)`", marked))
-
-
-def test_every_result_file_is_named_and_every_name_has_a_file() -> None:
-    text = "\n".join(file.read_text(encoding="utf-8") for file in TEXTS)
-    for file in FILES:
-        assert f"`{file.name}`" in text or f"`benchmarks/results/{file.name}`" in text, file.name
-    for name in re.findall(r"`benchmarks/results/([\w.-]+)`", text):
-        assert (provenance.RESULTS / name).is_file(), name

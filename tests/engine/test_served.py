@@ -14,13 +14,11 @@ import psutil
 import pytest
 from vllm.v1.metrics import loggers
 
-from tests.support.peers import change, make_mimo
-from vllm_mtpc import demo
 from vllm_mtpc.engine.counters import Acceptance
-from vllm_mtpc.engine.options import API_KEY, count_mtp_layers
-from vllm_mtpc.engine.served import Setting, complete_greedy, measure
-from vllm_mtpc.engine.server import Client, VllmServer, run_server
-from vllm_mtpc.errors import EngineFailed, UsageError
+from vllm_mtpc.engine.options import API_KEY
+from vllm_mtpc.engine.served import Load, complete_greedy, measure
+from vllm_mtpc.engine.server import VllmServer, run_server
+from vllm_mtpc.errors import EngineFailed
 
 PROMETHEUS = """\
 # HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
@@ -37,6 +35,8 @@ vllm:generation_tokens_total{engine="0",model_name="demo"} 25.0
 vllm:ratio{engine="0",model_name="demo"} NaN
 """
 ALL_STEPS = """\
+vllm_mtpc:spec_decode_steps_total{engine="0",model_name="demo"} 60.0
+vllm_mtpc:spec_decode_drafts_pruned_total{by="schedule",engine="0",model_name="demo"} 80.0
 vllm:spec_decode_steps_total{engine="0",model_name="demo"} 60.0
 vllm:spec_decode_drafts_pruned_total{by="schedule",engine="0",model_name="demo"} 80.0
 """
@@ -50,7 +50,7 @@ vllm:inter_token_latency_seconds_bucket{engine="0",le="+Inf",model_name="demo"} 
 vllm:inter_token_latency_seconds_count{engine="0",model_name="demo"} 26.0
 vllm:inter_token_latency_seconds_sum{engine="0",model_name="demo"} 1.5
 """
-SETTING = Setting(clients=2, temperature=0.0, max_tokens=4, prompts=3)
+LOAD = Load(clients=2, temperature=0.0, max_tokens=4, prompts=3)
 
 
 def test_counters_are_read_and_subtracted() -> None:
@@ -60,25 +60,25 @@ def test_counters_are_read_and_subtracted() -> None:
     both = Acceptance.read(PROMETHEUS + PROMETHEUS.replace('engine="0"', 'engine="1"'))
     assert both == Acceptance(20, 60, 30, (18, 10, 2)) == read + read
     assert both - read == read - Acceptance() == read
-    plain = Acceptance.read("vllm:generation_tokens_total 25.0\n")
-    assert plain.tokens_per_step == 1 and plain.per_position == ()
 
 
-def test_tokens_per_step_is_over_all_steps() -> None:
-    """Ten steps in sixty drafted: the fifty others count, also in sums."""
-    read = Acceptance.read(PROMETHEUS + ALL_STEPS)
-    assert read == Acceptance(10, 30, 15, (9, 5, 1), 60)
-    assert (read + read).tokens_per_step == read.tokens_per_step == 1.25 and read.tokens_per_drafted_step == 2.5
-    assert read + read - read == read
-
-
-def test_tokens_per_step_of_other_methods_is_over_all_steps() -> None:
-    """ngram drafts in ten steps of thirty; plain vLLM has no counters of drafts."""
-    read = Acceptance.read(PROMETHEUS + OUTPUTS)
-    assert read == Acceptance(10, 30, 15, (9, 5, 1), 30)
-    assert read.tokens_per_step == 1.5 and read.tokens_per_drafted_step == 2.5
-    assert Acceptance.read(PROMETHEUS + OUTPUTS + ALL_STEPS).steps == 60  # a head counts its steps
-    assert Acceptance.read(OUTPUTS) == Acceptance()
+@pytest.mark.parametrize(
+    ("metrics", "steps", "tokens_per_step"),
+    [
+        (PROMETHEUS + ALL_STEPS, 60, 1.25),  # ten of sixty steps drafted
+        (PROMETHEUS + OUTPUTS, 30, 1.5),  # other methods do not count their steps
+        (PROMETHEUS + OUTPUTS + ALL_STEPS, 60, 1.25),
+        (OUTPUTS, 0, 1.0),  # plain vLLM
+    ],
+)
+def test_tokens_per_step_is_over_all_steps(metrics: str, steps: int, tokens_per_step: float) -> None:
+    read = Acceptance.read(metrics)
+    assert (read.steps, read.tokens_per_step, (read + read).tokens_per_step) == (
+        steps,
+        tokens_per_step,
+        tokens_per_step,
+    )
+    assert read.tokens_per_drafted_step == (2.5 if read.drafts else 1.0)
     names = set(re.findall(r'"(vllm:\w+)"', Path(loggers.__file__).read_text(encoding="utf-8")))
     assert {"vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds"} <= names  # as the installed vLLM
 
@@ -86,7 +86,7 @@ def test_tokens_per_step_of_other_methods_is_over_all_steps() -> None:
 class FakeClient:
     """A server whose counters grow by three accepted drafts in four steps from one reading to the next."""
 
-    url, process = "http://localhost:1", os.getpid()
+    url, process = "http://localhost:1", SimpleNamespace(pid=os.getpid())
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -115,31 +115,17 @@ def test_pass_sends_the_prompts_in_its_setting(monkeypatch: pytest.MonkeyPatch, 
     client = FakeClient()
     if completed < 3:
         with pytest.raises(EngineFailed, match="answered 2 of 3 requests of T=0, c=2: refused"):
-            measure(client, SETTING, ["a", [7, 8], "b"])
+            measure(client, LOAD, ["a", [7, 8], "b"])
         return
-    found = measure(client, SETTING, ["a", [7, 8], "b"])
+    found = measure(client, LOAD, ["a", [7, 8], "b"])
     assert sent.prompts == '{"prompt": "a"}\n{"prompt": [7, 8]}\n{"prompt": "b"}\n'
     assert (sent.args.max_concurrency, sent.args.temperature, sent.args.base_url) == (2, 0.0, client.url)
     assert sent.args.extra_body == {"max_tokens": 4, "ignore_eos": True} and sent.args.save_detailed
-    assert client.bodies[0]["prompt"] == ["a", [7, 8]]  # the warm-up, of so many clients
     assert (found.tokens_per_second, found.acceptance.tokens_per_step) == (6.0, 1.75)
     assert (found.ttft_ms, found.tpot_ms) == (200.0, 200.0)
-
-
-def test_greedy_check_sends_prompts_alone_and_together() -> None:
-    client = FakeClient()
-    assert complete_greedy(client, ["a", "bc"], 4) == [[1], [1], [2]]
-    assert [(body["prompt"], body["temperature"]) for body in client.bodies] == [(["a"], 0.0), (["a", "bc"], 0.0)]
-
-
-def test_mtp_layers_are_counted_from_the_config(tmp_path: Path) -> None:
-    make_mimo(tmp_path)
-    for model, layers in ((tmp_path, 1), (demo.path("target"), 0)):
-        assert count_mtp_layers({"model": str(model), "dtype": "float32"}) == layers
-    change(tmp_path, num_nextn_predict_layers=0)
-    assert count_mtp_layers({"model": str(tmp_path), "dtype": "float32", "skip_tokenizer_init": True}) == 0
-    with pytest.raises(UsageError, match="target /no/such/target: vLLM cannot read it"):
-        count_mtp_layers({"model": "/no/such/target"})
+    assert complete_greedy(client, ["a", "bc"], 4) == [[1], [1], [2]]  # a prompt alone, and all together
+    assert [body["prompt"] for body in client.bodies] == [["a", [7, 8]], ["a"], ["a", "bc"]]  # after the warm-up
+    assert [body["temperature"] for body in client.bodies[1:]] == [0.0, 0.0]
 
 
 def is_running(pid: int) -> bool:
@@ -160,13 +146,13 @@ def test_stop_ends_processes_that_ignore_sigterm(tmp_path: Path, monkeypatch: py
         f"import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', {grandchild!r}], "
         "stdout=subprocess.PIPE); p.stdout.readline(); print('grandchild', p.pid, flush=True); time.sleep(60)"
     )
-    with (tmp_path / "log").open("w") as log:
-        server = VllmServer([], program=[sys.executable, "-c", code], output=log)
-        monkeypatch.setattr(Client, "is_healthy", lambda _: (tmp_path / "log").read_text().endswith("\n"))
-        server.start(timeout_s=60)
-        pid = int((tmp_path / "log").read_text().split()[-1])
-        assert is_running(pid)
-        server.stop()
+    log = tmp_path / "log"
+    server = VllmServer([], program=[sys.executable, "-c", code], log=log)
+    monkeypatch.setattr(VllmServer, "is_healthy", lambda _: log.read_text().endswith("\n"))
+    server.start(timeout_s=60)
+    pid = int(log.read_text().split()[-1])
+    assert is_running(pid)
+    server.stop()
     assert not is_running(pid)
 
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_mtpc.engine.options import ON_CPU, count_mtp_layers
+from vllm_mtpc.engine.options import ON_CPU
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.evaluator import resolve
 from vllm_mtpc.families import FAMILIES
 
-LOOKUP = {"prompt_lookup_max": 5, "prompt_lookup_min": 2}  # of ngram: the most tokens/step on the demo of those tried
-DRAFTS = 5  # of peers, by default
-CHOOSE_LENGTH = ("suffix", "dspark")  # methods that choose the number of drafts
-PEERS = ("ngram", "suffix", "mtp")
+PEERS = {  # vLLM's own methods, with the options that gave the most tokens/step on the demo of those tried
+    "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 5, "prompt_lookup_min": 2}
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,33 +42,6 @@ class Decoding:
     @property
     def is_ours(self) -> bool:
         return (self.speculative or {}).get("method") in FAMILIES
-
-
-def find_peers(
-    names: Sequence[str], configured: Mapping[str, dict[str, Any]], engine: dict[str, Any]
-) -> list[Decoding]:
-    """Return vLLM's own methods.
-
-    Args:
-        names: of PEERS.
-        configured: speculative_config by name, of peers that the user configured.
-        engine: keyword arguments of `vllm.LLM`.
-    """
-    found = []
-    if "ngram" in names:
-        found.append(Decoding("ngram", {"method": "ngram", "num_speculative_tokens": DRAFTS, **LOOKUP}))
-    if "suffix" in names:
-        fault = "" if importlib.util.find_spec("arctic_inference") else "arctic-inference is not installed"
-        found.append(Decoding("suffix", {"method": "suffix"}, fault=fault))
-    if "mtp" in names:
-        layers = count_mtp_layers(engine)
-        fault = "" if layers else "the target bundles no MTP layers that vLLM serves"
-        found.append(Decoding("MTP", {"method": "mtp", "num_speculative_tokens": layers}, fault=fault))
-    for name, config in configured.items():
-        if config.get("method") not in CHOOSE_LENGTH:
-            config = {"num_speculative_tokens": DRAFTS, **config}
-        found.append(Decoding(name, config, is_required=True))
-    return found
 
 
 def find_heads(names: Sequence[str], variants: Mapping[str, dict[str, Any]], on_gpu: bool) -> list[Decoding]:
@@ -99,21 +71,20 @@ def find_heads(names: Sequence[str], variants: Mapping[str, dict[str, Any]], on_
 
 
 def _labels(configs: Sequence[tuple[str, Any]]) -> list[str]:
-    """Return different names: the circuit or variant, after as many parent folders as tell the heads apart.
+    """Return different names: the circuit or variant, after the folder if that has another name, and its parents.
 
     An FF head predicts the tokens of a window independently of each other, as Medusa's heads do.
     """
-    kinds = [getattr(config, "circuit", None) or config.variant for _, config in configs]
-    paths = [Path(os.path.abspath(name) if os.path.isdir(name) else name).parts for name, _ in configs]
-    for depth in range(1, 1 + max(map(len, paths), default=0)):
-        folders = ["/".join(parts[-depth:]) for parts in paths]
-        if len(set(folders)) == len(folders):
-            shown = ["ff (Medusa-style)" if kind == "ff" else kind for kind in kinds]
-            named = zip(folders, kinds, shown, strict=True)
-            return [label if folder == kind else f"{folder} [{label}]" for folder, kind, label in named]
-    if configs:
+    paths = [Path(os.path.abspath(name)).parts for name, _ in configs]
+    if len(set(paths)) < len(paths):
         raise UsageError("the same head is named twice; name each head once")
-    return []
+    depth = next(depth for depth in itertools.count(1) if len({path[-depth:] for path in paths}) == len(paths))
+    labels = []
+    for path, (_, config) in zip(paths, configs, strict=True):
+        folder, kind = "/".join(path[-depth:]), getattr(config, "circuit", None) or config.variant
+        label = "ff (Medusa-style)" if kind == "ff" else kind
+        labels.append(label if folder == kind else f"{folder} [{label}]")
+    return labels
 
 
 def engine_arguments(

@@ -14,19 +14,19 @@ import torch
 from vllm_mtpc import demo
 from vllm_mtpc.bench import comparison, report
 from vllm_mtpc.bench.comparison import Comparison
-from vllm_mtpc.bench.decodings import PEERS, Decoding, engine_arguments, find_heads, find_peers
+from vllm_mtpc.bench.decodings import PEERS, Decoding, engine_arguments, find_heads
 from vllm_mtpc.data import prompts
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.engine.options import serve_arguments
-from vllm_mtpc.engine.served import Setting
-from vllm_mtpc.engine.server import Client, run_server
+from vllm_mtpc.engine.served import Load
+from vllm_mtpc.engine.server import VllmServer, run_server
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.evaluator import resolve, target_of
 from vllm_mtpc.flags import check_positive, json_object
 from vllm_mtpc.report import SERVED, check_file, check_folder, print_table, write_json
 
 VARIANT_HELP = "every head once more, with more of speculative_config: --variant 'K=3={\"num_speculative_tokens\": 3}'"
-PEER_HELP = 'another speculative_config of vLLM: --peer \'NAME={"method": "eagle", "model": ...}\''
+PEER_HELP = 'another speculative_config of vLLM: --peer \'MTP={"method": "mtp", "num_speculative_tokens": 1}\''
 ROOM = 64  # tokens of context after the longest answer: vLLM drafts fewer near the end of the context
 DEMO = {"concurrency": [1, 4, 16], "prompts": 8, "max_tokens": 96, "rounds": 4}
 DEFAULTS = {"concurrency": [1, 2, 4, 8, 16, 32, 64], "prompts": 16, "max_tokens": 128, "rounds": 3}
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--target", metavar="MODEL", help="default: the target of the first head")
     add("--heads", nargs="+", default=[], metavar="HEAD", help="MtPC and PTP heads of one target: folders, hub names")
     add("--demo", action="store_true", help="the packaged target and heads")
-    add("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="vLLM's own methods; default: all that run here")
+    add("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="vLLM's own methods; default: ngram")
     add("--peer", type=named_json, action="append", default=[], metavar="NAME=JSON", help=PEER_HELP)
     add("--variant", type=named_json, action="append", default=[], metavar="NAME=JSON", help=VARIANT_HELP)
     add("--engine", type=json_object, default={}, metavar="JSON", help="more arguments of every engine (of vllm.LLM)")
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rounds", **n, help="passes of every setting (default: 3; demo: 4)")
     add("--order", choices=list(comparison.ORDERS), help="default: interleaved on a CPU, else sequential")
     add("--logs", type=Path, metavar="DIR", help="keep the engines' logs here (default: removed)")
-    add("--json", type=Path, metavar="FILE", help="write the result there, for `vllm-mtpc plot`")
+    add("--json", type=Path, metavar="FILE", help="write the result there")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,15 +65,15 @@ def run(args: argparse.Namespace) -> int:
     check_file(args.json)
     check_folder(args.logs, "--logs")
     decodings = find_decodings(args, on_gpu)
-    cells = make_cells(args)
-    count = args.rounds * max(cell.prompts for cell in cells)
+    loads = make_loads(args)
+    count = args.rounds * max(load.prompts for load in loads)
     texts = prompts.load(args.data, args.target, count, args.prompt_tokens, args.max_prompt_tokens)
     length = -(-(max(map(len, texts)) + args.max_tokens + ROOM) // 64) * 64
     engine = engine_arguments(args.target, args.dtype, length, max(args.concurrency), on_gpu, args.engine)
-    found = Comparison(cells, texts, args.rounds)
+    found = Comparison(loads, texts, args.rounds)
     with tempfile.TemporaryDirectory() as folder:
 
-        def start(decoding: Decoding) -> AbstractContextManager[Client]:
+        def start(decoding: Decoding) -> AbstractContextManager[VllmServer]:
             drafts = {} if decoding.is_plain else {"speculative_config": decoding.speculative}
             name = "".join(letter if letter.isalnum() else "-" for letter in decoding.name)
             return run_server(serve_arguments({**engine, **drafts}), (args.logs or Path(folder)) / f"{name}.log")
@@ -90,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
     }
     if args.json:
         write_json(args.json, result)
-    print_result(result)
+    print_table("tok/s, and speed-up over plain vLLM", *report.make_table(result["rows"]))
+    print("", *(f"not run: {one.name}: {one.fault}" for one in found.missing), *result["definitions"], sep="\n")
     differing = print_identity(found)
     lost = [one.name for one in found.missing if one.is_required]
     if lost or all(row["speedup"] is None for row in result["rows"]):
@@ -123,8 +124,8 @@ def set_defaults(args: argparse.Namespace, on_gpu: bool) -> None:
 
 def find_decodings(args: argparse.Namespace, on_gpu: bool) -> list[Decoding]:
     """Return the ways of decoding, plain vLLM first."""
-    engine = {"model": args.target, "dtype": args.dtype, **args.engine}
-    peers = find_peers(args.peers, dict(args.peer), engine)
+    peers = [Decoding(name, PEERS[name]) for name in args.peers]
+    peers += [Decoding(name, config, is_required=True) for name, config in args.peer]
     decodings = [Decoding("plain"), *peers, *find_heads(args.heads, dict(args.variant), on_gpu)]
     names = [one.name for one in decodings]
     if again := [name for name in names if names.count(name) > 1]:
@@ -132,25 +133,13 @@ def find_decodings(args: argparse.Namespace, on_gpu: bool) -> list[Decoding]:
     return decodings
 
 
-def make_cells(args: argparse.Namespace) -> list[Setting]:
-    """Return the settings: temperatures and numbers of clients."""
+def make_loads(args: argparse.Namespace) -> list[Load]:
+    """Return the loads: temperatures and numbers of clients."""
     return [
-        Setting(clients, temperature, args.max_tokens, max(args.prompts, 3 * clients))
+        Load(clients, temperature, args.max_tokens, max(args.prompts, 3 * clients))
         for temperature in args.temperature
         for clients in args.concurrency
     ]
-
-
-def print_result(result: dict[str, Any]) -> None:
-    """Print tables, ways of decoding that were not run, and definitions."""
-    found = result["rows"]
-    print_table("tok/s and speed-up over plain", *report.overview(found))
-    print_table("all columns", *report.details(found))
-    print()
-    for one in result["not_run"]:
-        print(f"not run: {one['name']}: {one['reason']}")
-    for line in result["definitions"]:
-        print(line)
 
 
 def print_identity(found: Comparison) -> bool:

@@ -12,6 +12,7 @@ DEFINITIONS = (
     "acceptance per position: drafts accepted at position k, divided by all drafted steps (unconditional)."
 )
 _PREFIX = "vllm:spec_decode_"
+_STEPS = "vllm_mtpc:spec_decode_steps"  # our own; the name with vLLM's prefix counts the same steps
 _OUTPUTS = ("vllm:time_to_first_token_seconds_count", "vllm:inter_token_latency_seconds_count")  # of all requests
 
 
@@ -38,31 +39,32 @@ class Acceptance:
     def per_position(self) -> tuple[float, ...]:
         return tuple(count / self.drafts for count in self.accepted_per_position) if self.drafts else ()
 
-    def __add__(self, other: Acceptance) -> Acceptance:
-        return self._combine(other, 1)
+    def __add__(self, other: Acceptance, sign: int = 1) -> Acceptance:
+        positions = zip_longest(self.accepted_per_position, other.accepted_per_position, fillvalue=0)
+        return Acceptance(
+            self.drafts + sign * other.drafts,
+            self.draft_tokens + sign * other.draft_tokens,
+            self.accepted_tokens + sign * other.accepted_tokens,
+            tuple(mine + sign * its for mine, its in positions),
+            self.steps + sign * other.steps,
+        )
 
     def __sub__(self, earlier: Acceptance) -> Acceptance:
-        return self._combine(earlier, -1)
-
-    def _combine(self, other: Acceptance, sign: int) -> Acceptance:
-        mine, its, name = vars(self), vars(other), "accepted_per_position"
-        counts = {key: mine[key] + sign * its[key] for key in mine if key != name}
-        positions = zip_longest(mine[name], its[name], fillvalue=0)
-        return Acceptance(**counts, accepted_per_position=tuple(a + sign * b for a, b in positions))
+        return self.__add__(earlier, -1)
 
     @classmethod
     def read(cls, metrics: str) -> Acceptance:
         """Read the text of a server's /metrics: counters since its start, summed over engines."""
         from prometheus_client.parser import text_string_to_metric_families
 
-        found, accepted, outputs = Counter[str](), Counter[int](), 0  # by name; accepted drafts by position
+        found, accepted, outputs, steps = Counter[str](), Counter[int](), 0, 0  # by name; by position
         for family in text_string_to_metric_families(metrics):
             outputs += sum(int(sample.value) for sample in family.samples if sample.name in _OUTPUTS)
-            for sample in family.samples if family.name.startswith(_PREFIX) else ():
-                name = sample.name.removeprefix(_PREFIX).removesuffix("_total")
-                found[name] += int(sample.value)
-                if name == "num_accepted_tokens_per_pos":
+            steps += sum(int(sample.value) for sample in family.samples if sample.name == f"{_STEPS}_total")
+            for sample in family.samples if family.name.startswith(f"{_PREFIX}num_") else ():
+                found[sample.name.removeprefix(_PREFIX).removesuffix("_total")] += int(sample.value)
+                if "position" in sample.labels and sample.name.endswith("_total"):
                     accepted[int(sample.labels["position"])] += int(sample.value)
         per_position = tuple(count for _, count in sorted(accepted.items()))
         counts = found["num_drafts"], found["num_draft_tokens"], found["num_accepted_tokens"]
-        return cls(*counts, per_position, found["steps"] or (outputs if found else 0))
+        return cls(*counts, per_position, steps or (outputs if found else 0))

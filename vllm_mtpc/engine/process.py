@@ -1,18 +1,12 @@
 """Child processes that end with their parent: a process group each, with the output in a log.
 
-`python -m vllm_mtpc.engine.process COMMAND ...` runs a command for a parent that may be killed, as a replica of Ray
-Serve can be. Its standard input is a pipe from the parent: when the pipe closes, the command's process group receives
-SIGTERM, and SIGKILL after GRACE_S.
-
-An actor of Ray that ends sends SIGKILL to its direct children, this process among them. Linux then sends SIGTERM to the
-command (PR_SET_PDEATHSIG). The signal alone would not be enough: it does not end a command that hangs, and it is also
-sent when the thread that started the command ends.
+`python -m vllm_mtpc.engine.process COMMAND ...` runs a command for a parent that may be killed. Its standard input is a
+pipe from the parent: when the pipe closes, the command's process group receives SIGTERM, and SIGKILL after GRACE_S.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -21,7 +15,6 @@ import threading
 import time
 
 GRACE_S = 5.0  # from the end of the parent
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def engine_environment() -> dict[str, str]:
@@ -70,11 +63,7 @@ def main(command: list[str]) -> int:
         time.sleep(GRACE_S)
         end_group(child.pid, signal.SIGKILL)
 
-    def end_with_parent() -> None:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-    before_exec = end_with_parent if sys.platform == "linux" else None
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=before_exec)
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     # no SIGKILL: the command may finish its requests (--shutdown-timeout) while the parent runs
     signal.signal(signal.SIGTERM, lambda *_: end_group(child.pid, signal.SIGTERM))
     threading.Thread(target=watch, daemon=True).start()

@@ -31,13 +31,16 @@ from vllm_mtpc.heads.hosted import DRAFTER
 ATTEMPTS = 3
 IN_FLIGHT = 256  # requests at the engine
 WAVE = 64  # texts of a file
-RECORDER = {"worker_extension_cls": "vllm_mtpc.proposers.recorder.Recorder", "enable_prefix_caching": False}
-RECORDER |= {"skip_tokenizer_init": True}  # texts are token ids
+RECORDER = {
+    "worker_extension_cls": "vllm_mtpc.proposers.recorder.Recorder",
+    "enable_prefix_caching": False,
+    "skip_tokenizer_init": True,  # texts are token ids
+}
 SHARED_GPU = {"gpu_memory_utilization": 0.5}  # the head is trained on the same device
 NO_STATES = torch.zeros(0, 0)
 
 
-class Recorded(NamedTuple):
+class RecordedText(NamedTuple):
     """A text and its states."""
 
     tokens: list[int]  # prompt and response
@@ -66,7 +69,7 @@ class RecordingEngine:
         self.has_failed = False
         self.numbers = itertools.count()
         self.folder = Path(tempfile.mkdtemp(prefix="vllm_mtpc-states-"))
-        self.log = self.folder.with_suffix(".log").open("w", encoding="utf-8")  # stays after a failure
+        self.log = self.folder.with_suffix(".log")  # stays after a failure
         atexit.register(self.close)
 
     def record(
@@ -75,7 +78,7 @@ class RecordingEngine:
         sampling: Mapping[str, Any] | None = None,
         seeds: Sequence[int] = (),
         layers: Sequence[int] = (),
-    ) -> Iterator[Recorded]:
+    ) -> Iterator[RecordedText]:
         """Yield the prompts in their order and, with `sampling`, the target's responses, with their states.
 
         Args:
@@ -99,7 +102,7 @@ class RecordingEngine:
                 self.stop()
                 if not is_running or not attempts:
                     self.has_failed, name = True, self.options["model"]
-                    reason = f"vLLM cannot compute its states: {error.reason}; its log is {self.log.name}"
+                    reason = f"vLLM cannot compute its states: {error.reason}; its log is {self.log}"
                     raise UsageError(f"target {name}: {reason}") from None
 
     def log_probs(self, prompt: list[int]) -> dict[int, float]:
@@ -107,7 +110,7 @@ class RecordingEngine:
         self._start((), may_draft=True)
         body = {"model": self.options["model"], "prompt": prompt, "max_tokens": 1, "temperature": 0.0}
         body |= {"logprobs": 3, "return_tokens_as_token_ids": True}
-        (choice,) = self.server.client.choices(body)  # type: ignore[union-attr]
+        (choice,) = self.server.choices(body)  # type: ignore[union-attr]
         return {int(name[9:]): value for name, value in choice["logprobs"]["top_logprobs"][0].items()}  # token_id:N
 
     def stop(self) -> None:
@@ -120,9 +123,8 @@ class RecordingEngine:
         """End the engine and remove its files."""
         self.stop()
         shutil.rmtree(self.folder, ignore_errors=True)
-        self.log.close()
         if not self.has_failed:
-            Path(self.log.name).unlink(missing_ok=True)
+            self.log.unlink(missing_ok=True)
 
     @property
     def drafts(self) -> bool:
@@ -143,24 +145,25 @@ class RecordingEngine:
         server = VllmServer(serve_arguments(options), environment, PROGRAM, self.log)
         server.start()
         self.server = server
-        self.limit = server.client.model_card()["max_model_len"]
+        self.limit = server.model_card()["max_model_len"]
         self._call("start_recording", json.dumps(self.layers))
 
     def _call(self, method: str, *arguments: str) -> None:
         assert self.server is not None
-        answer = self.server.client.send("/collective_rpc", {"method": method, "args": arguments})
+        answer = self.server.send("/collective_rpc", {"method": method, "args": arguments})
         if answer.status_code != 200:
             self.server.check_running()
             raise EngineFailed(f"{method} returned {answer.status_code}: {answer.text[:500]}")
 
     def _record(
         self, prompts: Sequence[list[int]], sampling: Mapping[str, Any] | None, seeds: Sequence[int]
-    ) -> Iterator[Recorded]:
-        client, limit = self.server.client, self.limit  # type: ignore[union-attr]
+    ) -> Iterator[RecordedText]:
+        server, limit = self.server, self.limit
+        assert server is not None
         if sampling is None and (longest := max(map(len, prompts)) + self.drafts) > limit:
             raise UsageError(f"a text of {longest} tokens, vLLM reads {limit}; lower seq_len, or raise max_model_len")
 
-        def ask(place: int) -> tuple[str, Recorded]:
+        def ask(place: int) -> tuple[str, RecordedText]:
             name, prompt = f"states-{next(self.numbers)}", prompts[place]
             read = prompt if self.drafts else prompt[:-1]  # a drafter's last state is conditioned on the last token
             body: dict[str, Any] = {"prompt": read, "max_tokens": 1, "temperature": 0.0}
@@ -168,10 +171,10 @@ class RecordingEngine:
                 body = {**sampling, "prompt": prompt, "seed": seeds[place]}
                 body["max_tokens"] = min(body["max_tokens"], limit - len(prompt))
                 if body["max_tokens"] < 1:
-                    return "", Recorded(prompt, NO_STATES)
-            (choice,) = client.choices({**body, "request_id": name, "model": self.options["model"]})
+                    return "", RecordedText(prompt, NO_STATES)
+            (choice,) = server.choices({**body, "request_id": name, "model": self.options["model"]})
             response = choice["token_ids"] if sampling is not None else []
-            return f"cmpl-{name}-0", Recorded([*prompt, *response], NO_STATES, choice["finish_reason"])
+            return f"cmpl-{name}-0", RecordedText([*prompt, *response], NO_STATES, choice["finish_reason"])
 
         pool, last = ThreadPoolExecutor(IN_FLIGHT), None
         try:
@@ -188,7 +191,7 @@ class RecordingEngine:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _read(path: Path, texts: list[Recorded]) -> list[Recorded]:
+def _read(path: Path, texts: list[RecordedText]) -> list[RecordedText]:
     """Return texts with the states of a file, which stays mapped after its name is removed."""
     sizes = [len(found.tokens) - 1 if found.finish_reason else 0 for found in texts]
     states = load_file(path)["states"] if any(sizes) else NO_STATES

@@ -1,4 +1,4 @@
-"""Answers of a server with its counters, and passes of `vllm bench serve` in settings that all engines share."""
+"""Answers of a server with its counters, and passes of `vllm bench serve` under a load that all engines share."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from statistics import median
 from typing import Any
 
 from vllm_mtpc.engine.counters import Acceptance
-from vllm_mtpc.engine.options import flags, read_model_config, serve_arguments
+from vllm_mtpc.engine.options import flags, serve_arguments
 from vllm_mtpc.engine.process import cpu_seconds
-from vllm_mtpc.engine.server import Client, run_server
+from vllm_mtpc.engine.server import VllmServer, run_server
 from vllm_mtpc.errors import EngineFailed
 
 # The sampling of a request is its own, without the defaults of the target's generation_config.json.
@@ -55,28 +55,29 @@ def serve(
         max_tokens: of an answer.
         log: file of the server's output.
         sampling: more fields of the requests.
-        seeds: of the prompts, which are then separate requests; None: one request without a seed.
+        seeds: of the requests, one for each prompt.
 
     Raises:
         EngineFailed: the server does not start or answer; the message has the end of its log.
     """
-    dtype, found = str(read_model_config(engine).dtype).removeprefix("torch."), []
-    words = serve_arguments({**OWN_SAMPLING, **engine})
+    from vllm.engine.arg_utils import EngineArgs
+
+    found, words = [], serve_arguments({**OWN_SAMPLING, **engine})
     with run_server(words, log) as client, ThreadPoolExecutor(len(prompts)) as pool:
+        config = EngineArgs(**{**engine, "speculative_config": None}).create_model_config()
         for temperature in temperatures:
             before = client.acceptance()
             body = {**(sampling or {}), "max_tokens": max_tokens, "temperature": temperature}
-            if seeds is None:
-                outputs = client.complete({**body, "prompt": list(prompts)})
-            else:
-                bodies = [{**body, "prompt": [*one], "seed": seed} for one, seed in zip(prompts, seeds, strict=True)]
-                outputs = [answer for (answer,) in pool.map(client.complete, bodies)]
-            found.append(Served(temperature, outputs, client.acceptance() - before, dtype))
+            numbers: Sequence[int | None] = seeds or [None] * len(prompts)
+            numbered = zip(prompts, numbers, strict=True)
+            bodies = [{**body, "prompt": [*prompt], "seed": seed} for prompt, seed in numbered]
+            outputs = [answer for (answer,) in pool.map(client.complete, bodies)]
+            found.append(Served(temperature, outputs, client.acceptance() - before, str(config.dtype)[6:]))
     return found
 
 
 @dataclass(frozen=True)
-class Setting:
+class Load:
     """How the requests of a pass are sent.
 
     Attributes:
@@ -97,7 +98,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Measured:
+class PassResult:
     """Result of one pass: its seconds, tokens and counters, medians over requests, CPU seconds of the server."""
 
     seconds: float
@@ -112,45 +113,19 @@ class Measured:
         return self.tokens / self.seconds
 
 
-def measure(client: Client, setting: Setting, prompts: Sequence[Prompt]) -> Measured:
+def measure(client: VllmServer, load: Load, prompts: Sequence[Prompt]) -> PassResult:
     """Warm up and run one pass of `vllm bench serve` over the prompts.
+
+    vLLM reports no times without a tokenizer, and its acceptance length is a mean over steps with drafts alone.
 
     Raises:
         EngineFailed: the server did not answer all requests.
     """
-    _complete(client, prompts[: setting.clients], setting.temperature, WARM_UP_TOKENS)
-    used, before = cpu_seconds(client.process), client.acceptance()
-    result = _bench_serve(client.url, setting, prompts)
-    if result["completed"] < len(prompts):
-        answered = f"{result['completed']} of {len(prompts)} requests"
-        error = next(filter(None, result["errors"]), "no error").strip().rpartition("\n")[2]
-        raise EngineFailed(f"vllm serve answered {answered} of {setting.name}: {error}")
-    times = zip(result["latencies"], result["ttfts"], result["output_lens"], strict=True)
-    tpots = [(latency - first) / max(1, tokens - 1) for latency, first, tokens in times]
-    return Measured(
-        result["duration"],
-        result["total_output_tokens"],
-        client.acceptance() - before,
-        round(1000 * median(result["ttfts"]), 3),
-        round(1000 * median(tpots), 3),
-        cpu_seconds(client.process) - used,
-    )
-
-
-def complete_greedy(client: Client, prompts: Sequence[Prompt], max_tokens: int) -> list[list[int]]:
-    """Return greedy answers: to the first prompt alone, then to all prompts at once."""
-    return [tokens for sent in (prompts[:1], prompts) for tokens in _complete(client, sent, 0.0, max_tokens)]
-
-
-def _complete(client: Client, prompts: Sequence[Prompt], temperature: float, max_tokens: int) -> list[list[int]]:
-    how = {"temperature": temperature, "max_tokens": max_tokens, "ignore_eos": True}
-    return client.complete({"prompt": list(prompts), **how})
-
-
-def _bench_serve(url: str, setting: Setting, prompts: Sequence[Prompt]) -> dict[str, Any]:
     from vllm.benchmarks.serve import add_cli_args, main
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    _complete(client, prompts[: load.clients], load.temperature, WARM_UP_TOKENS)
+    used, before = cpu_seconds(client.process.pid), client.acceptance()
     parser = FlexibleArgumentParser()
     add_cli_args(parser)
     with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file, contextlib.redirect_stdout(io.StringIO()):
@@ -158,16 +133,39 @@ def _bench_serve(url: str, setting: Setting, prompts: Sequence[Prompt]) -> dict[
         file.flush()
         values = {
             "backend": "openai",
-            "base_url": url,
+            "base_url": client.url,
             "dataset_name": "custom",
             "dataset_path": file.name,
             "num_prompts": len(prompts),
-            "max_concurrency": setting.clients,
-            "temperature": setting.temperature,
+            "max_concurrency": load.clients,
+            "temperature": load.temperature,
             # with the answer's length: there is no tokenizer to count with
-            "extra_body": {"max_tokens": setting.max_tokens, "ignore_eos": True},
+            "extra_body": {"max_tokens": load.max_tokens, "ignore_eos": True},
         }
         switches = ("skip_tokenizer_init", "skip_chat_template", "disable_shuffle", "disable_tqdm", "save_detailed")
         result = main(parser.parse_args(flags({**values, **dict.fromkeys(switches, True)})))
     gc.unfreeze()  # vLLM has frozen all objects, and Triton reports those that are left at exit
-    return result
+    if result["completed"] < len(prompts):
+        answered = f"{result['completed']} of {len(prompts)} requests"
+        error = next(filter(None, result["errors"]), "no error").strip().rpartition("\n")[2]
+        raise EngineFailed(f"vllm serve answered {answered} of {load.name}: {error}")
+    times = zip(result["latencies"], result["ttfts"], result["output_lens"], strict=True)
+    tpots = [(latency - first) / max(1, tokens - 1) for latency, first, tokens in times]
+    return PassResult(
+        result["duration"],
+        result["total_output_tokens"],
+        client.acceptance() - before,
+        round(1000 * median(result["ttfts"]), 3),
+        round(1000 * median(tpots), 3),
+        cpu_seconds(client.process.pid) - used,
+    )
+
+
+def complete_greedy(client: VllmServer, prompts: Sequence[Prompt], max_tokens: int) -> list[list[int]]:
+    """Return greedy answers: to the first prompt alone, then to all prompts at once."""
+    return [tokens for sent in (prompts[:1], prompts) for tokens in _complete(client, sent, 0.0, max_tokens)]
+
+
+def _complete(client: VllmServer, prompts: Sequence[Prompt], temperature: float, max_tokens: int) -> list[list[int]]:
+    how = {"temperature": temperature, "max_tokens": max_tokens, "ignore_eos": True}
+    return client.complete({"prompt": list(prompts), **how})

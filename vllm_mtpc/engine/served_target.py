@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vllm_mtpc.checkpoint.load import Shards
 from vllm_mtpc.checkpoint.locate import download
-from vllm_mtpc.engine.recording import Recorded, RecordingEngine
+from vllm_mtpc.engine.recording import RecordedText, RecordingEngine
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.hf.model import Target, logits_of, target_config, tokenizer_if_any
 
@@ -88,7 +88,7 @@ class ServedTarget(Target):
 
     def respond(
         self, prompts: Sequence[list[int]], sampling: Mapping[str, Any], seeds: Sequence[int]
-    ) -> Iterator[Recorded]:
+    ) -> Iterator[RecordedText]:
         """Yield the responses to prompts in their order; up to `kept_bytes` of their states are kept for `hidden`."""
         stops = {} if sampling.get("ignore_eos") else {"stop_token_ids": sorted(self.stop_ids)}  # it has no tokenizer
         for found in self.recorder.record(prompts, {**sampling, **stops}, seeds):

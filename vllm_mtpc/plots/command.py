@@ -1,16 +1,15 @@
-"""`vllm-mtpc plot`: draw heads (results in their provenance.json) or results of `vllm-mtpc bench serve`."""
+"""`vllm-mtpc plot`: draw the acceptance of heads by position, from the results in their provenance.json."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_mtpc.checkpoint.locate import PROVENANCE_FILE, resolve_head
 from vllm_mtpc.errors import CheckpointError, UsageError
 from vllm_mtpc.files import read_json
-from vllm_mtpc.plots.draw import plot_acceptance, plot_served
-from vllm_mtpc.report import SERVED, check_folder
+from vllm_mtpc.plots.draw import plot_acceptance
+from vllm_mtpc.report import check_folder
 
 if TYPE_CHECKING:
     import argparse
@@ -18,31 +17,15 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("heads", nargs="+", metavar="HEAD", help="head folders or hub names; or results (.json) of bench serve")
-    add("--out", type=Path, metavar="DIR", help="folder of the figures (results: default next to them)")
+    add("heads", nargs="+", metavar="HEAD", help="head folders or hub names")
+    add("--out", type=Path, required=True, metavar="DIR", help="folder of the figures")
 
 
 def run(args: argparse.Namespace) -> int:
     check_folder(args.out)
-    if all(name.endswith(".json") for name in args.heads):
-        files = [file for name in args.heads for file in draw_results(Path(name), args.out)]
-    elif args.out is None:
-        raise UsageError("--out is missing: name the folder that the figures of heads are written to")
-    else:
-        files = plot_acceptance(dict(map(read, args.heads)), args.out)
+    files = plot_acceptance(dict(map(read, args.heads)), args.out)
     print("written: " + ", ".join(map(str, files)))
     return 0
-
-
-def draw_results(file: Path, out: Path | None) -> list[Path]:
-    """Draw a result of `vllm-mtpc bench serve`. Raises UsageError for another file."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file}: cannot be read ({error}); name a file written by vllm-mtpc bench serve") from None
-    if not isinstance(found, dict) or found.get("kind") != SERVED:
-        raise UsageError(f"{file}: not a result of vllm-mtpc bench serve; write one with its --json FILE")
-    return plot_served(found["rows"], out or file.parent, file.stem)
 
 
 def read(name: str) -> tuple[str, dict[str, Any]]:
