@@ -112,4 +112,4 @@ def _field_names(model: type[BaseModel], location: tuple[int | str, ...]) -> lis
         if isinstance(part, str):
             annotation = model.model_fields[part].annotation
             model = cast(type[BaseModel], next(iter(get_args(annotation)), annotation))  # list[Model] or Model
-    return list(model.model_fields)
+    return list(getattr(model, "model_fields", model.__annotations__))  # a TypedDict has annotations alone

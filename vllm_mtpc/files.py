@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ MAX_INDEX = 16 << 20  # of the index of a target's shards: a line per tensor
 MAX_YAML = 1 << 15  # PyYAML reads some 0.2 MB/s; the settings of a run have a few KB
 MAX_HEADER = 8 << 20  # of a safetensors file: a line per tensor
 MAX_DEPTH = 32  # of nested objects and lists
-MAX_NAME = 256  # characters of a tensor's name
 
 
 def read_text(file: Path, limit: int) -> str:
@@ -55,11 +54,6 @@ def read_yaml(file: Path) -> dict[str, Any]:
             if self.check_event(yaml.AliasEvent):
                 raise ValueError(f"alias *{self.peek_event().anchor}: write out its value")
             return super().compose_node(parent, index)
-
-        def fetch_flow_collection_start(self, token: Any) -> None:  # PyYAML looks ahead at each of them
-            if self.flow_level > MAX_DEPTH:
-                raise ValueError(f"nested more than {MAX_DEPTH} deep")
-            super().fetch_flow_collection_start(token)
 
     text = read_text(file, MAX_YAML)
     try:
@@ -108,18 +102,10 @@ def open_tensors(file: Path) -> Iterator[Any]:
         if size > MAX_HEADER:
             raise SafetensorError(f"a header of {size:,} bytes; allowed: {MAX_HEADER:,}")
         with safe_open(str(file), framework="pt") as handle:
-            check_lengths(file, handle.keys())
             yield handle
     except (SafetensorError, OSError) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
         raise CheckpointError(f"{file}: not a readable safetensors file ({reason}); copy the head again") from None
-
-
-def check_lengths(file: Path, names: Iterable[str]) -> None:
-    """Raise CheckpointError for a tensor with a very long name, on which pattern matching may be slow."""
-    if long := next((name for name in names if len(name) > MAX_NAME), None):
-        size = f"{len(long):,} characters, {long[:40]!r}..."
-        raise CheckpointError(f"{file}: a tensor's name of {size}; allowed: {MAX_NAME}; save it again")
 
 
 def _read(file: Path, size: int) -> bytes:

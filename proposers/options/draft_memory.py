@@ -16,7 +16,7 @@ GATHER_US, LINK_BYTES, MEMORY_BYTES = 15, 0.3e6, 3.35e6
 
 
 def logits_bytes(head: Head, drafts: int, dtype: torch.dtype, in_blocks: bool = False) -> int:
-    """Return the bytes of a request's logits; in_blocks: those of `Head.block_leaves`, else of `draft_leaves`."""
+    """Return the bytes of a request's logits; in_blocks: as in `Head.draft_params`."""
     shard, r = head.leaf_shard, head.circuit.num_components
     columns = shard.rows if shard else head.vocab_size
     base = columns * (1 + drafts) if head.component_rank else 0  # [1, 1 + K, 1, V]
@@ -61,7 +61,7 @@ def rows_at_once(
         drafts_by_batch, num_drafts: K by batch size (index 0 is unused), and K where no batch has drafts.
         graph_sizes: batch sizes of CUDA graphs, to which batches are padded.
         arms: K of every batch size that has more drafts.
-        in_blocks: whether logits are those of `Head.block_leaves`.
+        in_blocks: as in `Head.draft_params`.
     """
     largest = {drafts: batch for batch, drafts in enumerate(drafts_by_batch) if batch and drafts} or {num_drafts: 1}
     for drafts in arms:

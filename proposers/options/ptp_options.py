@@ -11,9 +11,9 @@ from vllm.platforms import current_platform
 from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.errors import ServeConfigError
 from vllm_mtpc.plan.draft_schedule import Schedule, expand_schedule, limit_lengths, merge_ranges
-from vllm_mtpc.plan.row_groups import Plan, merged_plan, most_drafts, scheduled_plan, two_pass_plan
-from vllm_mtpc.proposers.options.circuit_options import COMMON_KEYS, MtpcSpeculativeConfig, check_final_norm
-from vllm_mtpc.proposers.options.engine_checks import check_second_pass, check_structured_outputs, how_to_v2
+from vllm_mtpc.plan.row_groups import RowGroups, merged_groups, most_drafts, scheduled_groups, two_pass_groups
+from vllm_mtpc.proposers.options import refusals
+from vllm_mtpc.proposers.options.circuit_options import COMMON_KEYS, MtpcSpeculativeConfig
 from vllm_mtpc.proposers.options.switches import logger
 
 CPU_BLOCK_SIZE = 32  # the smallest of vLLM's CPU attention; each group of rows owns blocks of this size
@@ -26,10 +26,9 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
     Attributes:
         draft_pass: whether drafts come from the target's own pass ("merged") or from a second one.
         max_aux_rows: auxiliary rows of a whole batch; larger batches draft less.
-        aux_rows_per_request: the most auxiliary rows of one request (merged pass).
     """
 
-    user_keys: ClassVar[tuple[str, ...]] = (*COMMON_KEYS, "draft_pass", "max_aux_rows", "aux_rows_per_request")
+    user_keys: ClassVar[tuple[str, ...]] = (*COMMON_KEYS, "draft_pass", "max_aux_rows")
     has_distribution: ClassVar[bool] = False
 
     method: Literal["ptp"] | None = None  # type: ignore[assignment]
@@ -38,25 +37,24 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
     mask_drafts: bool = False
     draft_pass: Literal["merged", "two-pass"] = "two-pass"
     max_aux_rows: int = Field(default=256, ge=2)
-    aux_rows_per_request: int | None = Field(default=None, ge=1)
 
-    def plan(self, max_num_seqs: int) -> Plan:
+    def row_groups(self, max_num_seqs: int) -> RowGroups:
         ranges, drafts = self.num_speculative_tokens_per_batch_size, self.num_speculative_tokens
         if ranges is None:
-            return self._plan_for(drafts, max_num_seqs)
+            return self._groups_of(drafts, max_num_seqs)
         by_batch = expand_schedule(ranges, max_num_seqs, drafts)[1:]
-        return scheduled_plan(lambda count: self._plan_for(count, max_num_seqs), by_batch)
+        return scheduled_groups(lambda count: self._groups_of(count, max_num_seqs), by_batch)
 
-    def _plan_for(self, drafts: int, max_num_seqs: int) -> Plan:
+    def _groups_of(self, drafts: int, max_num_seqs: int) -> RowGroups:
         if self.draft_pass == "two-pass":
-            return two_pass_plan(self.head, drafts, max_num_seqs, self.max_aux_rows)
-        return merged_plan(self.head, drafts, max_num_seqs, self.max_aux_rows, self.aux_rows_per_request)
+            return two_pass_groups(self.head, drafts, max_num_seqs, self.max_aux_rows)
+        return merged_groups(self.head, drafts, max_num_seqs, self.max_aux_rows)
 
     def default_schedule(self) -> Schedule:
         """Return as many drafts as the rows of each batch size give; on a GPU few lengths, each with its graphs."""
         most, sizes = self.num_speculative_tokens, range(1, self.max_aux_rows + 2)
-        plan = self._plan_for(most, sizes[-1])
-        by_batch = [min(most, most_drafts(plan.bucket(size), self.head.variant, plan.leading)) for size in sizes]
+        groups = self._groups_of(most, sizes[-1])
+        by_batch = [min(most, most_drafts(groups.bucket(size), self.head.variant, groups.leading)) for size in sizes]
         return merge_ranges(by_batch if current_platform.is_cpu() else limit_lengths(by_batch))
 
     @property
@@ -72,7 +70,7 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
             return 0
         longest, total = vllm_config.model_config.max_model_len, kv_cache_config.num_blocks
         block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        blocks = self.plan(vllm_config.scheduler_config.max_num_seqs).num_blocks(block_size)
+        blocks = self.row_groups(vllm_config.scheduler_config.max_num_seqs).num_blocks(block_size)
         needed = -(-longest // block_size) + 1  # vLLM keeps one block for itself
         if total - blocks < needed:
             raise ServeConfigError(
@@ -82,43 +80,22 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
             )
         return blocks
 
-    def check_target(self) -> None:
-        target, stages = self.target_model_config, self.target_parallel_config.pipeline_parallel_size
-        kinds = getattr(target.hf_text_config, "layer_types", None) or ()
-        is_partial = target.use_mla or target.get_sliding_window() or any(kind != "full_attention" for kind in kinds)
-        subject, remedy = "speculative_config: method 'ptp'", "use an MtPC head"
-        if stages > 1:
-            raise ServeConfigError(
-                f"{subject} with pipeline_parallel_size={stages}: allowed: 1; use tensor_parallel_size"
-            )
-        if is_partial:
-            allowed = "allowed are targets with full attention alone"
-            raise ServeConfigError(f"{subject} on {target.model}: {allowed}; {remedy}")
-        if target.uses_mrope:
-            raise ServeConfigError(f"{subject} on {target.model}, which has several positions per token; {remedy}")
-        if self.head.late_width:  # other variants go through the target's own norm
-            check_final_norm(self)
+    @property
+    def second_pass(self) -> str:
+        return "method 'ptp'"
+
+    def rows(self) -> refusals.Rows:
+        return refusals.ptp_rows(self)
 
     def check_engine(self, vllm_config: Any) -> None:
         """Raise ServeConfigError for an engine PTP is not served with; choose attention backend and block size."""
-        parallel, model, cache = vllm_config.parallel_config, vllm_config.model_config, vllm_config.cache_config
-        check_structured_outputs(vllm_config)
-        if not vllm_config.use_v2_model_runner:
-            remedy = f"allowed: Model Runner V2; {how_to_v2()}, or use an MtPC head"
-            raise ServeConfigError(f"method 'ptp' on Model Runner V1: {remedy}")
-        others = {
-            "kv_transfer_config": vllm_config.kv_transfer_config is not None,
-            "watermark_config": getattr(vllm_config, "watermark_config", None) is not None,
-            # engines step together there, and the second pass takes no part in it
-            "data_parallel_size on a mixture of experts": parallel.data_parallel_size > 1 and model.is_moe,
-            "max_model_len 'auto'": model.original_max_model_len == -1,  # fitted to blocks of which some are reserved
-        }
-        check_second_pass("method 'ptp' with", vllm_config, others)
+        refusals.refuse(refusals.engine_rows(self, vllm_config))
         choose_attention(vllm_config.attention_config, self.draft_pass)
         if self.draft_pass == "merged":  # no captured graph of the target has the drafts' rows
             from vllm.config.compilation import CUDAGraphMode
 
             vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+        cache = vllm_config.cache_config
         if vllm_config.device_config.device_type == "cpu" and not cache.user_specified_block_size:
             cache.block_size = CPU_BLOCK_SIZE
 

@@ -19,8 +19,8 @@ def max_drafts(params: Any, limit: int) -> int:
     """Return the most drafts per step of a request, at most `limit`; params: None for a pooling request."""
     if getattr(params, "min_p", 0) or getattr(params, "logit_bias", None):  # vLLM verifies no drafts with these
         return 0
-    given = getattr(params, "extra_args", None)
-    return limit if given is None else min(given.get(DRAFTS, limit), limit)
+    extra = getattr(params, "extra_args", None) or {}
+    return min(extra.get(DRAFTS, limit), limit)
 
 
 def excludes_drafts(params: Any) -> bool:

@@ -39,3 +39,12 @@ def untested_warning() -> str | None:
         f"vLLM {vllm_version()} is outside the range vllm_mtpc was tested with ({', '.join(TESTED)}): untested are "
         "the patches, the speculator's interface and exactness; compare greedy output with and without a head"
     )
+
+
+def refuse_moved(moved: list[str]) -> None:
+    """Raise ServeConfigError that names changed parts of vLLM, if any."""
+    if moved:
+        from vllm_mtpc.errors import ServeConfigError
+
+        found = f"vLLM {vllm_version()} has moved what vllm_mtpc hooks: {'; '.join(moved)}"
+        raise ServeConfigError(f"{found}; tested with vLLM {', '.join(TESTED)}: install one of these")

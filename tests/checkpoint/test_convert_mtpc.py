@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig
 
-from tests.checkpoint.conftest import LLAMA, adapted_llama, convert, convert_refusal, converted_from, dtypes_of, llama
+from tests.checkpoint.conftest import LLAMA, adapted_llama, convert, convert_refusal, converted_from, llama
 from tests.support import authors_mtpc as authors
 from tests.support.files import front_matter_of
 from vllm_mtpc.checkpoint import check_tensors, load_head
-from vllm_mtpc.heads.adapters import DraftLayers
+from vllm_mtpc.heads.adapters import LoraDraftLayers
 from vllm_mtpc.hf import Target
 
 torch.set_num_threads(1)
@@ -106,7 +107,7 @@ def test_no_weight_is_rounded(tmp_path, leaf, sums, kept):
     file = checkpoint(tmp_path, "btree", 4, change=cast)
     state = torch.load(file)["model_state_dict"]
     out = convert(file, target(tmp_path))
-    assert dtypes_of(out) == {kept}
+    assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {kept}
     _, head = load_head(out)
     assert torch.equal(head.leaf_weight, state[authors.LEAF].float())
     assert torch.equal(head.root_weight, state[authors.SUM.format(1)][0, 0].float())
@@ -120,7 +121,7 @@ def test_folder_gives_its_last_step_with_provenance(tmp_path, capsys):
     assert "left out: lm._lm.lm_head.weight" in capsys.readouterr().err
     record = converted_from(out)
     assert (record["from"], record["global_step"]) == ("model@900.pt", 900)
-    assert (record["trained_on"], record["fold_order"]) == ("someone/a-byte-model", [2, 1, 0])
+    assert record["trained_on"] == "someone/a-byte-model"
     assert load_head(out)[0].trained_temperature == 0.7
     assert str(tmp_path) not in (out / "provenance.json").read_text() + (out / "README.md").read_text()
     assert {"library_name", "pipeline_tag", "tags"} <= front_matter_of(out).keys()
@@ -148,30 +149,20 @@ def changed(name: str, value):
     "change, settings, words",
     [
         (without("_categorical"), {}, [f"missing: {authors.LEAF}"]),
-        (without("_sum_weights_heads.1"), {}, ["missing: mt_head._sum_weights_heads.1"]),
-        (without("_scope_idx"), {}, [f"missing: {authors.SCOPE}"]),
         (changed("mt_head._norm_weight", torch.ones(D)), {}, ["unknown", "mt_head._norm_weight"]),
         (changed("mt_head.norm", {}), {}, ["mt_head.norm is a dict, not a tensor"]),
         (changed(authors.BIAS.format(0), torch.ones(1, 3, 3)), {}, ["missing: mt_head._sum_weights_heads.1.head.bias"]),
         (changed(authors.BIAS.format(2), torch.ones(1, 1, 3)), {}, ["unknown", "heads.2.head.bias"]),  # of the root
-        (without(".bias"), {"identity": "true"}, ["missing: mt_head._sum_weights_heads.0.head.bias"]),
-        (changed(authors.LEAF, lambda v: v[0]), {}, ["(3, 3, 4)", "(3, 3, 3, 4)"]),
         (changed(authors.LEAF, lambda v: v * torch.nan), {}, ["NaN"]),
         (changed(authors.SCOPE, torch.tensor([[0], [0], [1]])), {}, ["_scope_idx = [0, 0, 1]"]),
         (None, {"n": 4, "edit": ("n_token: 4", "n_token: 3")}, ["unknown", "heads.3.head.proj"]),
-        (None, {"edit": ("kind: hmm", "kind: cp")}, ["unknown", "heads.1.head.proj"]),
         (None, {"edit": ("kind: hmm", "kind: btree")}, ["btree over 3 tokens; allowed: 2, 4, 8"]),
         (None, {"edit": ("kind: hmm", "kind: random-btree")}, ["circuit.model", "'kind' = 'random-btree'", "btree"]),
         (None, {"adaptor": "adaptor:\n  hyperparameters: {r: 16, lora_alpha: 16}"}, ["0 adapter tensors", "r=16"]),
-        (lambda state: [], {}, ["'model_state_dict'"]),
         (None, {"edit": ("type: evabyte", "type: vanilla")}, ["hyperparameters", "'type' = 'vanilla'", "'evabyte'"]),
-        (None, {"edit": ("expander_type: linear", "expander_type: mlp")}, ["expander_type", "mlp"]),
-        (None, {"edit": ("transformer_n_layer: 0", "transformer_n_layer: 1")}, ["transformer_n_layer"]),
         (None, {"edit": ("contextual_hmm_weights: true", "rotary: 3")}, ["unknown key 'rotary'"]),
-        (None, {"edit": ("n_repetition: 1", "n_repetition: 2")}, ["'n_repetition' = 2"]),
         (None, {"edit": ("n_token: ${circuit.n_token}", "n_token: ${oc.env:N}")}, ["n_token", "${oc.env:N}"]),
         (None, {"edit": ("n_token: ${circuit.n_token}", "n_token: ${nowhere.n}")}, ["'n_token' is missing"]),
-        (None, {"edit": ("{circuit.n_token}", "{circuit.model.n_token}")}, ["'n_token' is missing"]),  # itself
         (None, {"edit": ("name: byte", "name: [")}, ["config.yaml", "YAML"]),
     ],
 )
@@ -217,7 +208,7 @@ def test_draft_layers_give_the_states_of_the_adapted_model(tmp_path, layers):
     config, _ = load_head(out)
     adapters = check_tensors(out, config)
     assert config.lora_layers == len(layers)
-    draft = DraftLayers.load(adapters, Target("llama", plain, None, plain.model, plain.lm_head, "torch"))
+    draft = LoraDraftLayers.load(adapters, Target("llama", plain, None, plain.model, plain.lm_head, "torch"))
     with torch.no_grad():
         expected = adapted_llama(1, layers, lora_alpha=6)(tokens, output_hidden_states=True).hidden_states[-1]
         # float32; the same products, in PEFT's or our views
@@ -240,13 +231,10 @@ def shorter(state: dict) -> dict:
     "layers, stated, change, line, words",
     [
         ([1], 2, None, "", ["adapters on layers [1] of 3", "the last 1, 2, 4 layers"]),
-        ([0, 1, 2], 2, None, "", ["layers [0, 1, 2] of 3"]),
         ([1, 2], 1, None, "", ["config.yaml has [2]"]),
         ([1, 2], 2, None, "\n    use_rslora: true", ["unknown key 'use_rslora'"]),
         ([1, 2], 2, without("layers.2.mlp.up_proj.lora_B"), "", ["missing", "layers.2.mlp.up_proj.lora_B"]),
         ([1, 2], 2, renamed("lora_A.default.weight", "lora_magnitude_vector.default"), "", ["lora_magnitude_vector"]),
-        ([1, 2], 2, renamed("q_proj.lora_", "rotary.lora_"), "", ["adapters of rotary", "q_proj"]),
-        ([1, 2], 2, without(".lora_"), "", ["0 adapter tensors", "r=2"]),
         ([1, 2], 2, shorter, "", ["expected: (2, "]),
         ([1, 2], 2, changed("lm._lm.lm_head.modules_to_save", torch.ones(7)), "", ["modules_to_save"]),
     ],

@@ -55,13 +55,6 @@ def test_has_heads_imports_neither_torch_nor_vllm(folder, tmp_path):
     assert result.stdout.strip() == "[True, True, False] []"
 
 
-@pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
-def test_file_is_refused(tmp_path, name):
-    (tmp_path / name).write_bytes(b"weights")
-    text = refusal(resolve_head, str(tmp_path / name))
-    assert str(tmp_path / name) in text and "a head is a folder" in text and "never pickled weights" in text
-
-
 def test_hub_name_is_downloaded_without_pickled_files(monkeypatch, folder):
     download = Mock(return_value=str(folder))
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)

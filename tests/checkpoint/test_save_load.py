@@ -12,13 +12,13 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoint.conftest import LLAMA, adapted_llama, contents, llama, lora_of, refusal
+from tests.checkpoint.conftest import LLAMA, adapted_llama, contents, llama, lora_of, new_mtpc, refusal, save
 from vllm_mtpc.checkpoint import check_tensors, load_head, load_ptp, read_config, save_head, save_ptp
 from vllm_mtpc.checkpoint.load import ADAPTER_FILES, Shards
 from vllm_mtpc.circuits import CIRCUITS
 from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.errors import CheckpointError, MtpcError
-from vllm_mtpc.heads.adapters import MODULES, DraftLayers
+from vllm_mtpc.heads.adapters import MODULES, LoraDraftLayers
 from vllm_mtpc.heads.ptp.embedding import EMBEDDINGS, build_embedding
 from vllm_mtpc.heads.ptp.late import build_late
 from vllm_mtpc.hf import Target
@@ -37,8 +37,8 @@ FILES = {
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("circuit", CIRCUITS)
-def test_round_trip_is_bit_exact_in_the_stored_dtype(tmp_path, new_head, circuit, dtype):
-    config, head = new_head(circuit)
+def test_round_trip_is_bit_exact_in_the_stored_dtype(tmp_path, circuit, dtype):
+    config, head = new_mtpc(circuit)
     save_head(tmp_path, config, head, {}, "card", dtype)
     expected = {name: value.to(dtype) for name, value in head.state_dict().items()}
     read_config, loaded = load_head(tmp_path, dtype)
@@ -49,31 +49,20 @@ def test_round_trip_is_bit_exact_in_the_stored_dtype(tmp_path, new_head, circuit
     assert not loaded.training and not any(value.requires_grad for value in loaded.parameters())
 
 
-@pytest.mark.parametrize("kind", FILES)
-def test_folder_has_config_weights_card_and_provenance(tmp_path, save_kind, kind):
-    folder = tmp_path / "head"
-    save_kind(folder, kind)
-    assert contents(folder).keys() == set(FILES[kind])
-    assert (folder / "README.md").read_text() == "# a head\n"
-    record = json.loads((folder / "provenance.json").read_text())
-    assert record["command"] == "train me"
-    assert record["versions"]["torch"] == torch.__version__ and "python" in record["versions"]
-
-
-def draft_layers() -> DraftLayers:
+def draft_layers() -> LoraDraftLayers:
     model = llama()
-    split = DraftLayers(Target("llama", model, None, model.model, model.lm_head, "torch"), 2, rank=2, alpha=4)
+    split = LoraDraftLayers(Target("llama", model, None, model.model, model.lm_head, "torch"), 2, rank=2, alpha=4)
     for value in split.parameters():
         value.data.normal_()
     return split
 
 
-def test_draft_layers_are_saved_and_loaded_with_their_head(tmp_path, new_head):
+def test_draft_layers_are_saved_and_loaded_with_their_head(tmp_path):
     split = draft_layers()
-    config, head = new_head(target=LLAMA, lora_layers=2)
+    config, head = new_mtpc(target=LLAMA, lora_layers=2)
     save_head(tmp_path / "head", config, head, {}, "card", adapters=split.adapters)
     assert load_head(tmp_path / "head")[0] == config
-    loaded = DraftLayers.load(check_tensors(tmp_path / "head", config), split.target)
+    loaded = LoraDraftLayers.load(check_tensors(tmp_path / "head", config), split.target)
     expected = split.state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
     assert json.loads((tmp_path / "head" / ADAPTER).read_text())["base_model_name_or_path"] == "../target"
@@ -82,14 +71,14 @@ def test_draft_layers_are_saved_and_loaded_with_their_head(tmp_path, new_head):
     assert (adapters.layers, adapters.rank, adapters.alpha, adapters.modules) == ([1, 2], 2, 4, modules)
     assert sum(tensor.numel() for tensor in adapters.tensors.values()) == 2 * PARAMETERS
     # a head without draft layers removes the old adapters
-    save_head(tmp_path / "head", *new_head(), {}, "card")
+    save_head(tmp_path / "head", *new_mtpc(), {}, "card")
     assert not {ADAPTER, ADAPTER_WEIGHTS} & contents(tmp_path / "head").keys()
     load_head(tmp_path / "head")
 
 
 @pytest.mark.parametrize("has_layers, layers", [(False, 2), (True, 1), (True, 0)])
-def test_draft_layers_must_be_those_of_the_config_to_be_saved(tmp_path, new_head, has_layers, layers):
-    config, head = new_head(target=LLAMA, lora_layers=layers)
+def test_draft_layers_must_be_those_of_the_config_to_be_saved(tmp_path, has_layers, layers):
+    config, head = new_mtpc(target=LLAMA, lora_layers=layers)
     with pytest.raises(MtpcError, match=f"lora_layers={layers}"):
         save_head(tmp_path / "head", config, head, {}, "card", adapters=draft_layers().adapters if has_layers else None)
     assert not (tmp_path / "head").exists()
@@ -124,9 +113,9 @@ def test_ptp_head_is_loaded_as_saved(tmp_path, settings, dtype):
     assert {value.dtype for value in [*head.lora.values(), *head.embedding.parameters()]} == {torch.bfloat16}
 
 
-def test_peft_reads_the_adapters(tmp_path, save_kind):
+def test_peft_reads_the_adapters(tmp_path):
     """PEFT's model on the plain target gives the logits of the model with the adapters."""
-    save_kind(tmp_path, "ptp", dtype=torch.float32)
+    save(tmp_path, "ptp", dtype=torch.float32)
     tokens = torch.arange(7)[None]
     expected = adapted_llama(0, lora_alpha=6)(tokens).logits
     assert torch.equal(PeftModel.from_pretrained(llama(), tmp_path).eval()(tokens).logits, expected)
@@ -138,7 +127,7 @@ def test_peft_reads_the_adapters(tmp_path, save_kind):
 
 @pytest.mark.parametrize("failing", FILES["mtpc"])
 @pytest.mark.parametrize("step", ["write", "fsync"])
-def test_full_disk_keeps_the_old_head(folder, new_head, monkeypatch, failing, step):
+def test_full_disk_keeps_the_old_head(folder, monkeypatch, failing, step):
     """Of other shapes: new weights under the old config would not load."""
     before, write = contents(folder), Path.write_bytes
 
@@ -155,7 +144,7 @@ def test_full_disk_keeps_the_old_head(folder, new_head, monkeypatch, failing, st
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError, match="No space left"):
-        save_head(folder, *new_head("hmm", seed=1), {}, "new card")
+        save_head(folder, *new_mtpc("hmm", seed=1), {}, "new card")
     monkeypatch.undo()
     assert contents(folder) == before
     load_head(folder)
@@ -167,13 +156,11 @@ INTERRUPTED += [("ptp", {"variant": "c-ptp"}, name) for name in FILES["ptp"]]
 
 
 @pytest.mark.parametrize("kind, changes, failing", INTERRUPTED)
-def test_save_interrupted_between_renames_leaves_one_head_or_a_refusal(
-    tmp_path, save_kind, monkeypatch, kind, changes, failing
-):
+def test_save_interrupted_between_renames_leaves_one_head_or_a_refusal(tmp_path, monkeypatch, kind, changes, failing):
     """Never tensors of two heads of the same shapes, nor an o-ptp head labelled c-ptp."""
     place, old, new = tmp_path / "head", tmp_path / "old", tmp_path / "new"
     for folder, more in ((place, {}), (old, {}), (new, {"seed": 1} | changes)):
-        save_kind(folder, kind, **more)
+        save(folder, kind, **more)
     replace = os.replace
 
     def failing_replace(source, target):
@@ -183,7 +170,7 @@ def test_save_interrupted_between_renames_leaves_one_head_or_a_refusal(
 
     monkeypatch.setattr(os, "replace", failing_replace)
     with pytest.raises(OSError, match="disk full"):
-        save_kind(place, kind, seed=1, **changes)
+        save(place, kind, seed=1, **changes)
     monkeypatch.undo()
     assert not list(place.glob("*.partial"))
     if (failing == ADAPTER_WEIGHTS or changes) and failing != FILES[kind][0]:
@@ -196,42 +183,21 @@ def test_save_interrupted_between_renames_leaves_one_head_or_a_refusal(
         assert all(torch.equal(value, tensors[key]) for key, value in load_file(place / name).items())
 
 
-def test_interrupted_first_save_is_refused(tmp_path, new_head, monkeypatch):
-    def fail(source, target):
-        if os.fspath(target).endswith("config.json"):
-            raise OSError("disk full")
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        save_head(tmp_path, *new_head(), {}, "card")
-    with pytest.raises(MtpcError, match=r"config\.json"):
-        load_head(tmp_path)
-
-
-def rename(tensors: dict[str, torch.Tensor], old: str, new: str) -> None:
-    for name in [name for name in tensors if old in name]:
-        tensors[name.replace(old, new)] = tensors.pop(name)
-
-
 @pytest.mark.parametrize(
     "kind, edit, words",
     [
-        ("mtpc", lambda lora, head: head.leaf_weight.data.fill_(float("nan")), ["leaf_weight", "float16"]),
         ("mtpc", lambda lora, head: head.leaf_weight.data.fill_(1e6), ["leaf_weight", "float16"]),
         ("layers", lambda lora, head: lora[Q_A].fill_(float("inf")), ["NaN or infinity", Q_A]),
         ("ptp", lambda lora, u: lora.pop(Q_A), ["missing", Q_A]),
-        ("ptp", lambda lora, u: lora.update({Q_A: torch.zeros(3, 8)}), ["(3, 8)"]),
         ("ptp", lambda lora, u: lora[Q_A].fill_(1e9), ["NaN or infinity as torch.float16"]),
-        ("ptp", lambda lora, u: u.outer.bias.data.fill_(float("nan")), ["NaN", "outer.bias"]),
         ("ptp", lambda lora, u: u.register_parameter("more", u.outer.bias), ["unknown", "more"]),
-        ("ptp", lambda lora, u: rename(lora, "q_proj", "qkv_proj"), ["qkv_proj", "allowed: q_proj"]),
     ],
 )
-def test_unloadable_weights_are_not_saved(tmp_path, save_kind, kind, edit, words):
-    save_kind(tmp_path, kind)
+def test_unloadable_weights_are_not_saved(tmp_path, kind, edit, words):
+    save(tmp_path, kind)
     before = contents(tmp_path)
     with pytest.raises(CheckpointError) as caught:
-        save_kind(tmp_path, kind, seed=1, edit=edit)
+        save(tmp_path, kind, seed=1, edit=edit)
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert contents(tmp_path) == before
 

@@ -1,13 +1,11 @@
-"""HeadConfig and PtpConfig follow the schema of `speculators`, are read back, and any other is refused in one line."""
+"""HeadConfig and PtpConfig follow the schema of `speculators` and are read back; every key is explicit."""
 
 from __future__ import annotations
 
-import copy
 import json
-from typing import Any, Literal
+from typing import Any
 
 import pytest
-from pydantic import BaseModel, Field
 
 from vllm_mtpc.checkpoint import read_config
 from vllm_mtpc.config.base import SPECULATORS_VERSION, AnyHeadConfig
@@ -19,7 +17,6 @@ from vllm_mtpc.heads.ptp.embedding import EMBEDDINGS
 
 TARGET: dict[str, Any] = {"model_type": "llama", "hidden_size": 8, "vocab_size": 5, "num_hidden_layers": 2}
 TARGET |= {"architectures": ["LlamaForCausalLM"], "num_attention_heads": [2, 4]}
-NAN, INF = float("nan"), float("inf")
 PTP_OPTIONS = {"u_features", "u_hidden", "late_width", "distribution_trust", "accepted"}
 KINDS = ("mtpc", "ptp")
 
@@ -30,28 +27,6 @@ def create(kind: str = "mtpc", **changes: Any) -> AnyHeadConfig:
     if kind == "ptp":
         return PtpConfig.create(**(settings | {"variant": "o-ptp"} | changes))
     return HeadConfig.create(**(settings | {"circuit": "btree", "num_components": 2} | changes))
-
-
-def edited(kind: str, path: str, value: Any = ...) -> dict[str, Any]:
-    """A valid config with the value at `path` ("a.b.0.c") set, or removed."""
-    values = copy.deepcopy(create(kind).model_dump(exclude_none=True))
-    *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
-    place: Any = values
-    for part in parents:
-        place = place[part]
-    if value is ...:
-        del place[last]
-    else:
-        place[last] = value
-    return values
-
-
-def refusal(kind: str, values: Any) -> str:
-    with pytest.raises(HeadConfigError) as caught:
-        type(create(kind)).parse(values, "HEAD/config.json")
-    text = str(caught.value)
-    assert len(text.splitlines()) == 1 and text.startswith("HEAD/config.json: ")
-    return text
 
 
 PTP_CONFIGS = [
@@ -68,39 +43,11 @@ def test_created_config_is_read_back_equal(tmp_path, kind, settings):
     assert read_config(tmp_path) == config
 
 
-# The schema of speculators 0.9.0, copied from its published fields. The package is not a requirement of the tests: it
-# pins older datasets and transformers.
-
-
-class ProposalSchema(BaseModel):
-    proposal_type: Literal["greedy"] = "greedy"
-    speculative_tokens: int = Field(default=5, ge=1)
-    verifier_accept_k: int = Field(default=1, ge=1)
-    accept_tolerance: float = Field(default=0.0, ge=0.0)
-
-
-class VerifierSchema(BaseModel):
-    name_or_path: str | None
-    architectures: list[str]
-
-
-class SpeculatorsSchema(BaseModel):
-    algorithm: str
-    proposal_methods: list[ProposalSchema]
-    default_proposal_method: Literal["greedy"]  # of one of proposal_methods
-    verifier: VerifierSchema
-
-
-class ModelSchema(BaseModel):
-    speculators_model_type: str = ""
-    speculators_version: str = ""
-    speculators_config: SpeculatorsSchema
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_config_follows_the_schema_of_speculators(kind):
+    """`tests/test_habits.py` reads one with the library, where it is installed."""
     values = json.loads(create(kind, num_speculative_tokens=3).to_json())
-    assert ModelSchema.model_validate(values).speculators_version == SPECULATORS_VERSION
+    assert values["speculators_version"] == SPECULATORS_VERSION
     assert values["speculators_model_type"] == values["speculators_config"]["algorithm"] == kind
     assert values["architectures"] == [{"mtpc": "MtpcHeadModel", "ptp": "PtpHeadModel"}[kind]]
     assert "model_type" not in values
@@ -130,109 +77,15 @@ def test_defaults_depend_on_the_target_and_the_variant():
     assert PTP_OPTIONS & json.loads(late.to_json()).keys() == PTP_OPTIONS
 
 
-METHODS, VERIFIER = "speculators_config.proposal_methods", "speculators_config.verifier.name_or_path"
-LAYER = "transformer_layer_config"
-COMMON: list[tuple[str, Any, list[str]]] = [
-    ("window", 1, ["window", "1", "2"]),
-    ("window", 10**9, ["window", "1000000000", "256"]),
-    ("window", True, ["window", "True", "integer"]),
-    ("vocab_size", 10**18, ["vocab_size", str(10**18), "4194304"]),
-    ("hidden_size", 10**18, ["hidden_size", str(10**18), "131072"]),
-    ("format_version", 3, ["format_version", "3", "allowed: 2"]),
-    ("speculators_model_type", "eagle3", ["speculators_model_type", "'eagle3'"]),
-    ("architectures", "MtpcHeadModel", ["architectures", "'MtpcHeadModel'", "list"]),
-    ("trained_temperature", 0, ["trained_temperature", "0", "greater than 0"]),
-    ("trained_temperature", INF, ["trained_temperature", "inf", "finite"]),
-    ("trained_top_p", 1.5, ["trained_top_p", "1.5", "1"]),
-    ("speculators_config.algorithm", "eagle3", ["algorithm", "'eagle3'", "'mtpc' or 'ptp'"]),
-    (METHODS, [], [METHODS, "[]", "1"]),
-    (f"{METHODS}.0.proposal_type", "tree", ["'tree'", "'greedy'"]),
-    (f"{METHODS}.0.speculative_tokens", 5, ["speculative_tokens=5", "window=5", "4"]),
-    (VERIFIER, "a\0b", ["name_or_path", "should match pattern"]),
-    (VERIFIER, "a" * 5000, ["name_or_path", "1024"]),
-    (f"{LAYER}.num_hidden_layers", "eight", ["num_hidden_layers = 'eight'", "4096"]),
-    (f"{LAYER}.num_hidden_layers", 10**9, ["num_hidden_layers = 1000000000", "4096"]),
-    (f"{LAYER}.model_type", ["llama"], ["model_type = ['llama']", "a name"]),
-    (f"{LAYER}.auto_map", {}, ["unknown 'auto_map'", "num_hidden_layers"]),
-]
-WRONG: dict[str, list[tuple[str, Any, list[str]]]] = {
-    "mtpc": [
-        ("circuit", "spn", ["'spn'", "ff, cp, hmm, btree"]),
-        ("circuit", "ff", ["num_components=2"]),
-        ("head", "mlp", ["'mlp'", "linear, shared, backbone"]),
-        ("head", "shared", ["'shared'", "needs expander_rank", "expander_rank=64"]),
-        ("expander_rank", 4, ["expander_rank=4", "'linear'", "remove expander_rank"]),
-        ("component_rank", -1, ["component_rank", "greater than or equal to 0"]),
-        ("expander_rank", 10**9, ["expander_rank", "1000000000", "131072"]),
-        ("num_components", 10**9, ["num_components", "1000000000", "128"]),
-        ("lora_layers", 3, ["lora_layers", "3", "0, 1, 2 or 4"]),
-    ],
-    "ptp": [
-        ("variant", "mtp", ["variant", "'mtp'", "'o-ptp', 'c-ptp', 'late' or 'independent'"]),
-        ("variant", "late", ["late_width=None", "variant late has it", "set it"]),
-        ("u_embedding", "fourier", ["'fourier'", "ieee, scalar"]),
-        ("late_width", 3, ["late_width=3 with variant 'o-ptp'", "remove it"]),
-        ("distribution_trust", 0.5, ["distribution_trust=0.5 with variant 'o-ptp'", "remove it"]),
-        ("distribution_trust", 1.0, ["distribution_trust", "1.0", "less than 1"]),
-        ("lora_alpha", 0, ["lora_alpha", "0", "greater than 0"]),
-        ("speculators_model_type", "mtpc", ["speculators_model_type", "'mtpc'", "'ptp'"]),
-        ("accepted", [0.5, 0.5], ["accepted has 2 entries", "window=5"]),
-        ("accepted", [0.5, 0.2, 0.1, 0.1, 0], ["accepted", "sum is 0.9"]),
-        ("accepted", [1.5, -0.5, 0, 0, 0], ["accepted.1", "greater than or equal to 0"]),
-        (LAYER, {}, ["num_hidden_layers is missing"]),
-    ],
-}
-
-
-@pytest.mark.parametrize("kind, path, value, words", [(kind, *case) for kind in KINDS for case in COMMON + WRONG[kind]])
-def test_wrong_value_is_refused_with_the_allowed_ones(kind, path, value, words):
-    text = refusal(kind, edited(kind, path, value))
-    assert all(word in text for word in words), text
-
-
-@pytest.mark.parametrize("kind, own", [("mtpc", "circuit"), ("ptp", "variant")])
-def test_unknown_key_is_refused_with_the_keys_of_its_section(kind, own):
-    for path, allowed, elsewhere in (
-        ("windw", own, "speculative_tokens"),
-        ("speculators_config.windw", "proposal_methods", own),
-        ("speculators_config.verifier.windw", "name_or_path", own),
-        (f"{METHODS}.0.windw", "speculative_tokens", own),
-    ):
-        text = refusal(kind, edited(kind, path, 8))
-        keys = text.partition("allowed keys:")[2]
-        assert f"unknown key {path!r}" in text and allowed in keys and elsewhere not in keys
-
-
-KEYS = [("mtpc", key) for key in sorted(HeadConfig.model_fields.keys() - head_options() - {"drafter"})]
-KEYS += [("ptp", key) for key in sorted(PtpConfig.model_fields.keys() - PTP_OPTIONS)]
-
-
-@pytest.mark.parametrize("kind, path", [*KEYS, ("mtpc", VERIFIER), ("mtpc", f"{METHODS}.0.speculative_tokens")])
-def test_every_key_is_required(kind, path):
-    text = refusal(kind, edited(kind, path))
-    assert repr(path) in text and "missing" in text
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_content_that_is_not_a_head_config_is_refused(kind):
-    assert "not a head's config" in (text := refusal(kind, TARGET)) and "speculators_model_type" in text
-    for values in ([], "mtpc", 3, None):
-        assert type(values).__name__ in refusal(kind, values)
-    other = create("ptp" if kind == "mtpc" else "mtpc")
-    assert "speculators_model_type" in refusal(kind, json.loads(other.to_json()))
-
-
 @pytest.mark.parametrize(
     "kind, changes, words",
     [
-        ("mtpc", {"window": 1}, ["window=1"]),
-        ("mtpc", {"target": {"hidden_size": 8}}, ["vocab_size"]),
-        ("mtpc", {"target": {"vocab_size": 8}}, ["hidden_size"]),
-        ("ptp", {"target": {**TARGET, "num_hidden_layers": None}}, ["num_hidden_layers"]),
+        ("mtpc", {"window": 1}, "window=1"),
+        ("mtpc", {"target": {"hidden_size": 8}}, "vocab_size"),
+        ("mtpc", {"target": {"vocab_size": 8}}, "hidden_size"),
+        ("ptp", {"target": {**TARGET, "num_hidden_layers": None}}, "num_hidden_layers"),
     ],
 )
 def test_impossible_head_is_not_created(kind, changes, words):
-    with pytest.raises(HeadConfigError) as caught:
+    with pytest.raises(HeadConfigError, match=rf"\A[^\n]*{words}[^\n]*\Z"):
         create(kind, **changes)
-    assert len(str(caught.value).splitlines()) == 1
-    assert all(word in str(caught.value) for word in words), str(caught.value)

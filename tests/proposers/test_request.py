@@ -11,12 +11,10 @@ import torch
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.sample.logits_processor import BatchUpdate
-from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
 from vllm_mtpc.proposers.options import request_options as request
 from vllm_mtpc.proposers.v1.model_runner_v1 import DraftedThinkingBudget
-from vllm_mtpc.proposers.v1.proposer import drafts_before_min_tokens
 
 VOCAB, STOP, MIN = 4, 2, 3
 MARKERS = [([0], [1]), ([0], [1, 2]), ([0, 3], [1, 2, 3])]  # token ids where thinking starts and ends
@@ -71,36 +69,6 @@ def test_a_misspelt_name_is_refused_and_others_are_not_ours() -> None:
     with pytest.raises(VLLMValidationError, match=r"'mtpc_draft' is not known; allowed: 'mtpc_drafts'; remove it"):
         request.check_request(SamplingParams(extra_args={"mtpc_draft": 1}), 7)
     request.check_request(SamplingParams(extra_args={"session_id": "a"}), 7)
-
-
-def processor(tokens: list[int]) -> MinTokensLogitsProcessor:
-    """Return vLLM's processor of a request with these tokens; it holds the list."""
-    made = MinTokensLogitsProcessor(None, torch.device("cpu"), False)
-    params = SamplingParams(min_tokens=MIN, stop_token_ids=[STOP])
-    made.update_state(BatchUpdate(1, removed=[], added=[(0, params, [], tokens)], moved=[]))
-    return made
-
-
-def forbidden(said: int, drafts: int) -> list[bool]:
-    """Whether STOP is forbidden at each drafted position and after the last, `said` tokens into a text."""
-    made = processor([0] * said)
-    verified = made.apply_with_spec_decode(torch.zeros(drafts, VOCAB), [drafts])
-    last = made.apply(torch.zeros(1, VOCAB))
-    return torch.cat([verified, last])[:, STOP].isneginf().tolist()
-
-
-@pytest.mark.parametrize("said", range(MIN + 2))
-def test_a_step_forbids_the_end_where_it_is_too_early(said: int) -> None:
-    made, planned = processor(tokens := []), 3
-    tokens += [0] * said  # as the runner's own list
-    kept = drafts_before_min_tokens(SimpleNamespace(non_argmax_invariant=[made])).get(0, planned)
-    drafts = min(planned, kept)
-    assert forbidden(said, drafts) == [said + at < MIN for at in range(drafts + 1)]
-
-
-def test_more_drafts_would_be_wrong() -> None:
-    """The vLLM bug that drafts avoid; where this fails, vLLM has fixed it and nothing needs to be pruned."""
-    assert forbidden(1, 3) != [1 + at < MIN for at in range(4)]
 
 
 def think(kind: type[ThinkingBudgetStateHolder], seed: int, drafts: int) -> list[list[int]]:

@@ -1,34 +1,24 @@
 """Checkpoints in the layout of the MtPC authors' code, and their exact distribution.
 
-Both follow the paper's formulas and share no code with the package. The distribution is an enumeration over all tokens
-and latents in float64. Sum heads go from the leaves to the root; W[k][f, o, i] = softmax over i of <proj[f, o, i], h>.
+The distribution is an enumeration over all tokens and latents in float64. Sum heads go from the leaves to the root;
+W[k][f, o, i] = softmax over i of <proj[f, o, i], h>.
 """
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 
 import numpy as np
 import torch
-from scipy.special import softmax
 from torch import Tensor
+
+from tests.support.enumeration import Enumerated
+from vllm_mtpc.circuits import CircuitParams
 
 LEAF = "mt_head._categorical_log_probs_heads.0.head.proj"
 SUM = "mt_head._sum_weights_heads.{}.head.proj"
 SCOPE = "circuit._circuit._nodes.0._scope_idx"
 BIAS = "mt_head._sum_weights_heads.{}.head.bias"
-# Folds, outputs and inputs of the sum heads, by kind and window.
-SUMS = {
-    ("cp", 3): ["1 1 r"],
-    ("cp", 4): ["1 1 r"],
-    ("hmm", 2): ["1 r r", "1 1 r"],
-    ("hmm", 3): ["1 r r", "1 r r", "1 1 r"],
-    ("hmm", 4): ["1 r r", "1 r r", "1 r r", "1 1 r"],
-    ("btree", 2): ["1 1 r"],
-    ("btree", 4): ["2 r r", "1 1 r"],
-    ("btree", 8): ["4 r r", "2 r r", "1 1 r"],
-}
 CONFIG = """\
 name: mtp-${{circuit.name}}
 run: ./logs/${{now:%Y-%m-%d}}
@@ -83,7 +73,11 @@ NO_ADAPTOR = "adaptor:\n  name: none\n  hyperparameters: null"
 
 
 def shapes(kind: str, n: int, r: int) -> list[list[int]]:
-    return [[r if size == "r" else int(size) for size in text.split()] for text in SUMS.get((kind, n), [])]
+    """Folds, outputs and inputs of the sum heads."""
+    if kind == "hmm":
+        return [[1, r, r]] * (n - 1) + [[1, 1, r]]
+    folds = [] if kind == "cp" else [n >> level for level in range(1, n.bit_length() - 1)]
+    return [[count, r, r] for count in folds] + [[1, 1, r]]
 
 
 def state_dict(
@@ -129,48 +123,18 @@ def save(
 
 def distribution(state: dict, kind: str, hidden: Tensor) -> np.ndarray:
     """log p of every x_1 .. x_n (in the order of itertools.product) at hidden[D], [V ** n]."""
-    h = hidden.double().numpy()
-    proj = state[LEAF].double().numpy()
-    n, r, vocab_size, _ = proj.shape
-    leaf: list[np.ndarray] = [None] * n  # by position: [r, V]
-    for fold, position in enumerate(state[SCOPE].flatten().tolist()):
-        leaf[position] = softmax(proj[fold] @ h, axis=-1)
+    proj, h = state[LEAF].double(), hidden.double()
+    r = proj.shape[1]
+    leaf = torch.empty_like(proj[..., 0])  # [n, r, V], by position
+    leaf[state[SCOPE].flatten()] = (proj @ h).log_softmax(-1)
     sums = []
     while (name := SUM.format(len(sums))) in state:
-        logits = state[name].double().numpy() @ h
+        logits = state[name].double() @ h
         if (bias := state.get(BIAS.format(len(sums)))) is not None:
-            logits = logits + bias.double().numpy()
-        sums.append(softmax(logits, axis=-1))
-    tokens = np.array(list(product(range(vocab_size), repeat=n)))
-    total = np.zeros(len(tokens))
-    for weight, owner in _LATENTS[kind](sums, n, r):
-        total += weight * np.prod([leaf[i][owner[i]][tokens[:, i]] for i in range(n)], axis=0)
-    return np.log(total)
-
-
-def _mixture(sums: list[np.ndarray], n: int, r: int):
-    for z in range(r):
-        yield (sums[0][0, 0, z] if sums else 1.0), [z] * n
-
-
-def _chain(sums: list[np.ndarray], n: int, r: int):
-    """The transition from z_i to z_(i+1), i = 1 .. n - 1, is head n - 1 - i; the root is head n - 1."""
-    for z in product(range(r), repeat=n):
-        weight = sums[n - 1][0, 0, z[0]]
-        for i in range(1, n):
-            weight = weight * sums[n - 1 - i][0, z[i - 1], z[i]]
-        yield weight, z
-
-
-def _tree(sums: list[np.ndarray], n: int, r: int):
-    """Fold j of head l is the region of tokens j * 2**(l+1) onwards; both tokens of a pair read the latent of it."""
-    regions = [(level, fold) for level in range(len(sums)) for fold in range(n >> (level + 1))]
-    for states in product(range(r), repeat=len(regions)):
-        z = dict(zip(regions, states, strict=True))
-        weight = sums[-1][0, 0, z[len(sums) - 1, 0]]
-        for level, fold in regions[:-1]:
-            weight = weight * sums[level][fold, z[level + 1, fold // 2], z[level, fold]]
-        yield weight, [z[0, i // 2] for i in range(n)]
-
-
-_LATENTS = {"cp": _mixture, "hmm": _chain, "btree": _tree}
+            logits = logits + bias.double()
+        sums.append(logits.log_softmax(-1))
+    root = sums[-1][0, 0] if sums else torch.zeros(1, dtype=torch.float64)
+    # The transition from z_i to z_(i+1) of an HMM is head n - 1 - i. Fold j of head l of a tree is the region of tokens
+    # j * 2**(l+1) onwards; both tokens of a pair read the latent of it.
+    inner = torch.cat([root.new_zeros(0, r, r), *(sums[-2::-1] if kind == "hmm" else sums[:-1])])
+    return Enumerated(kind, CircuitParams(leaf[None], root[None], inner[None])).table().ravel()

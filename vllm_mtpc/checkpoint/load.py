@@ -20,7 +20,7 @@ from vllm_mtpc.config.base import AnyHeadConfig
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import CheckpointError, validate
 from vllm_mtpc.families import FAMILIES
-from vllm_mtpc.files import MAX_INDEX, MAX_NAME, check_lengths, open_tensors, read_json
+from vllm_mtpc.files import MAX_INDEX, open_tensors, read_json
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.adapters import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, MODULES, Adapters
 from vllm_mtpc.heads.base import Head
@@ -33,7 +33,7 @@ INDEX_FILE = "model.safetensors.index.json"  # of a model's folder with several 
 # Metadata of the head's weight file. It detects a save that was interrupted between the files of one head.
 ADAPTER_DIGEST = "adapter_sha256"
 WRITES_HIDDEN = ("o_proj", "down_proj")  # B [out, r] of these has the hidden size; A [r, in] of all others
-_ADAPTER = re.compile(r"base_model\.model\.(?:\w+\.)*layers\.\d+\.([\w.]+)\.lora_[AB]\.weight")
+_ADAPTER = re.compile(r"(?=.{1,256}$)base_model\.model\.(?:\w+\.)*layers\.\d+\.([\w.]+)\.lora_[AB]\.weight")
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -241,12 +241,11 @@ class Shards:
         named = read_json(index, MAX_INDEX).get("weight_map")
         if not isinstance(named, dict) or not named:
             raise CheckpointError(f"{index}: has no weight_map; copy the folder again")
-        for tensor, name in named.items():
-            if not isinstance(name, str) or Path(name).name != name or not name.isprintable() or len(name) > MAX_NAME:
-                reason = f"weight_map has {name!r} for {tensor}; allowed: the name of a file next to it"
+        for name in named.values():
+            if not isinstance(name, str) or Path(name).name != name or not name.isprintable():
+                reason = f"weight_map has {name!r}; allowed: the name of a file next to it"
                 raise CheckpointError(f"{index}: {reason}; copy the folder again")
         self.files = {tensor: folder / name for tensor, name in named.items()}
-        check_lengths(index, self.files)
 
     def read(self, name: str, dtypes: Collection[torch.dtype] = FLOATS) -> Tensor:
         """Return a tensor, memory-mapped; raises CheckpointError unless it exists, as `check_values` allows it."""

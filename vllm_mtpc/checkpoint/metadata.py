@@ -15,8 +15,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCardData, hf_hub_download
 from huggingface_hub.repocard import metadata_load
 
-from vllm_mtpc.checkpoint.locate import HUB_NAME, PROVENANCE_FILE, hub_name
-from vllm_mtpc.config.base import AnyHeadConfig
+from vllm_mtpc.checkpoint.locate import HUB_NAME, PROVENANCE_FILE
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.files import read_json
 
@@ -87,18 +86,3 @@ def target_license(target: str) -> dict[str, Any]:
         return license_of(Path(hf_hub_download(target, "README.md", local_files_only=True)))
     except Exception:  # the hub client raises many types; a head needs no licence
         return {}
-
-
-def converted_card(config: AnyHeadConfig, title: str, source: str) -> str:
-    """Return the README.md of a head that was converted from `source`."""
-    target = config.speculators_config.verifier.name_or_path
-    return (
-        f"---\n{card_data(tags_of(config), hub_name(target)).to_yaml()}\n---\n\n# {title}\n\n"
-        f"Converted from `{source}` by `vllm-mtpc convert`; target `{target}`. Drafts do not change the target's "
-        "output distribution.\n"
-    )
-
-
-def tags_of(config: AnyHeadConfig) -> list[str]:
-    """Return the tags of a head on the hub."""
-    return list(dict.fromkeys(["mtpc", config.speculators_model_type, "speculative-decoding"]))

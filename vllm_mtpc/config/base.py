@@ -7,9 +7,11 @@ number of drafts. Fields have no defaults on disk; unknown keys are errors.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from typing_extensions import TypedDict
 
 from vllm_mtpc.errors import HeadConfigError, validate
 from vllm_mtpc.heads import MAX_LIST, MAX_WIDTH
@@ -20,11 +22,22 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 2
 SPECULATORS_VERSION = "0.9.0"  # of the package whose schema the file follows
 
-# The keys of a target's config that are copied into its head's.
-TARGET_KEYS = (
-    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "max_position_embeddings", "vocab_size"),
-)
+Size = Annotated[int, Field(ge=1, le=2**31)]
+
+
+class TargetSizes(TypedDict, total=False):
+    """The keys of a target's config that are copied into its head's."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
+
+    model_type: str
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Annotated[int, Field(ge=1, le=4096)]
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    max_position_embeddings: Size
+    vocab_size: Size
 
 
 class Strict(BaseModel):
@@ -70,7 +83,7 @@ class AnyHeadConfig(Strict):
     speculators_model_type: str = Field(description="The vLLM method this head is served with.")
     speculators_version: str = Field(description="Version of speculators whose schema the file follows.")
     speculators_config: SpeculatorsConfig = Field(description="Verifier and number of drafts.")
-    transformer_layer_config: dict[str, Any] = Field(description="Sizes of the target, from its own config.")
+    transformer_layer_config: TargetSizes = Field(description="Sizes of the target, from its own config.")
     format_version: int = Field(description="Version of this format.")
     window: int = Field(ge=2, description="n, tokens of a window, x_1 included.")
     vocab_size: int = Field(ge=1, le=2**22, description="V, size of the target's vocabulary.")
@@ -79,37 +92,20 @@ class AnyHeadConfig(Strict):
     trained_top_k: int = Field(ge=0, description="Top-k of that text; 0: off.")
     trained_top_p: float = Field(gt=0, le=1, description="Top-p of that text; 1: off.")
 
-    @field_validator("format_version")
-    @classmethod
-    def _known_version(cls, value: int) -> int:
-        if value != FORMAT_VERSION:
-            raise ValueError(f"allowed: {FORMAT_VERSION}; install the vllm_mtpc that wrote the head")
-        return value
-
-    @field_validator("transformer_layer_config")
-    @classmethod
-    def _sizes(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for key, size in value.items():
-            if key not in TARGET_KEYS:
-                raise ValueError(f"unknown {key!r}; allowed: {', '.join(TARGET_KEYS)}; remove it")
-            most = 4096 if key == "num_hidden_layers" else 2**31
-            if not (isinstance(size, str) if key == "model_type" else type(size) is int and 1 <= size <= most):
-                allowed = "a name" if key == "model_type" else f"1 to {most}"
-                raise ValueError(f"{key} = {size!r}; allowed: {allowed}; write the target's own")
-        for key in cls.target_sizes:
-            if key not in cls.model_fields and key not in value:
-                raise ValueError(f"{key} is missing; write the target's own number")
-        return value
-
     @model_validator(mode="after")
-    def _drafts_fit(self) -> AnyHeadConfig:
-        drafts = self.num_speculative_tokens
-        if drafts > self.window - 1:
-            raise ValueError(
-                f"speculative_tokens={drafts} with window={self.window}: the first token of a window is x_1, "
-                f"so at most {self.window - 1} can be drafted; lower speculative_tokens"
-            )
+    def _consistent(self) -> Self:
+        for is_so, error in self.rows():
+            if is_so:
+                raise HeadConfigError(error)
         return self
+
+    def rows(self) -> Iterator[tuple[object, str]]:
+        """Yield what fields must not be together: whether they are, and the error. The first one is raised."""
+        drafts, most, sizes = self.num_speculative_tokens, self.window - 1, self.transformer_layer_config
+        missing = ", ".join({*self.target_sizes} - type(self).model_fields.keys() - sizes.keys())
+        yield missing, f"transformer_layer_config: {missing} is missing; write the target's own number"
+        wrong = f"speculative_tokens={drafts} with window={self.window}: its first token is x_1, so at most {most} can"
+        yield drafts > most, f"{wrong} be drafted; lower speculative_tokens"
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -151,7 +147,7 @@ class AnyHeadConfig(Strict):
                     "verifier": {"name_or_path": verifier, "architectures": sizes.get("architectures") or []},
                 },
                 "transformer_layer_config": {
-                    key: sizes[key] for key in TARGET_KEYS if type(sizes.get(key)) in (int, str)
+                    key: sizes[key] for key in TargetSizes.__annotations__ if type(sizes.get(key)) in (int, str)
                 },
                 "format_version": FORMAT_VERSION,
                 "window": window,
@@ -179,6 +175,9 @@ class AnyHeadConfig(Strict):
             raise HeadConfigError(
                 f"{source}: not a head's config (key 'speculators_model_type' is missing); name a head folder"
             )
+        if (version := values.get("format_version", FORMAT_VERSION)) != FORMAT_VERSION:
+            remedy = f"allowed: {FORMAT_VERSION}; install the vllm_mtpc that wrote the head"
+            raise HeadConfigError(f"{source}: format_version = {version!r}: {remedy}")
         return validate(cls, values, HeadConfigError, f"{source}: ")
 
     def to_json(self) -> str:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, create_model, model_validator
+from pydantic import Field, create_model
 
 from vllm_mtpc.circuits import CIRCUITS, get_circuit
 from vllm_mtpc.config.base import AnyHeadConfig, Strict
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads import HEADS, HOSTED, check_head, default_options, head_options, option_fields
-
-if TYPE_CHECKING:
-    from typing import Self
 
 Options = create_model("Options", __base__=AnyHeadConfig, **option_fields())
 
@@ -59,20 +57,26 @@ class HeadConfig(Options):  # type: ignore[valid-type,misc]  # created from the 
     drafter: Drafter | None = Field(None, description="head hosted or product: the drafter whose states it reads.")
     x1_from: Literal["verifier"] = Field(description="Where the window's first token comes from.")
 
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def rows(self) -> Iterator[tuple[object, str]]:
+        yield from super().rows()
         get_circuit(self.circuit, self.window, self.num_components)
         check_head(self.head, {name: getattr(self, name) for name in head_options()})
-        if (self.head in HOSTED) != (self.drafter is not None):
-            raise HeadConfigError(
-                f"head {self.head!r} and drafter={self.drafter}: heads 'hosted' and 'product' have one, others none; "
-                'write "drafter": {"method": "mtp"}, or remove it'
-            )
-        if self.has_drafter:
-            self._check_drafter()
+        remedy = 'write "drafter": {"method": "mtp"}, or remove it'
+        wrong = f"drafter={self.drafter} with head {self.head!r}: heads 'hosted' and 'product' have one, others none"
+        yield (self.head in HOSTED) != (self.drafter is not None), f"{wrong}; {remedy}"
+        if not self.has_drafter:
+            return
+        r, layers, last = self.num_components, self.lora_layers, self.transformer_layer_config.get("num_hidden_layers")
+        wrong = f"head {self.head!r} with num_components={r} needs component_rank, by which components differ"
+        yield r > 1 and not self.component_rank, f"{wrong}; set it, for example to 32, or num_components to 1"
+        wrong = f"lora_layers={layers} with head {self.head!r}, whose states are not the target's"
+        yield layers, f"{wrong}; set lora_layers to 0"
         if self.head == "backbone":
-            self._check_backbone()
-        return self
+            size, read = self.backbone_head_dim, self.aux_hidden_state_layer_ids
+            yield size % 2, f"backbone_head_dim={size}: rotary positions need an even number; set it to one"
+            allowed = f"rising numbers from 0 to {last or 'the layers of the target'}"
+            is_wrong = read != sorted(set(read)) or (last is not None and read[-1] > last)
+            yield is_wrong, f"aux_hidden_state_layer_ids={read}: allowed: {allowed}; correct them"
 
     @property
     def has_drafter(self) -> bool:
@@ -83,30 +87,6 @@ class HeadConfig(Options):  # type: ignore[valid-type,misc]  # created from the 
     def has_draft_layers(self) -> bool:
         """Whether the head has draft layers, which need Model Runner V2."""
         return self.lora_layers > 0 or self.has_drafter
-
-    def _check_drafter(self) -> None:
-        if self.num_components > 1 and not self.component_rank:
-            raise HeadConfigError(
-                f"head {self.head!r} with num_components={self.num_components} needs component_rank, by which "
-                "components differ; set component_rank, for example to 32, or num_components to 1"
-            )
-        if self.lora_layers:
-            raise HeadConfigError(
-                f"lora_layers={self.lora_layers} with head {self.head!r}, whose states are not the target's; set "
-                "lora_layers to 0"
-            )
-
-    def _check_backbone(self) -> None:
-        if self.backbone_head_dim % 2:
-            raise HeadConfigError(
-                f"backbone_head_dim={self.backbone_head_dim}; rotary positions need an even number; set it to one"
-            )
-        layers, last = self.aux_hidden_state_layer_ids, self.transformer_layer_config.get("num_hidden_layers")
-        if layers != sorted(set(layers)) or (last is not None and layers[-1] > last):
-            raise HeadConfigError(
-                f"aux_hidden_state_layer_ids={layers}; allowed: rising numbers from 0 to "
-                f"{'the layers of the target' if last is None else last}; correct them"
-            )
 
     @classmethod
     def defaults(cls, window: int, target: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from vllm_mtpc.config.base import AnyHeadConfig
 from vllm_mtpc.heads import MAX_WIDTH
 
-if TYPE_CHECKING:
-    from typing import Self
-
 MAX_WINDOW = 256
-OF_LATE = ("late_width", "distribution_trust")  # options of variant late alone
+LATE_OPTIONS = ("late_width", "distribution_trust")  # options of variant late alone
 TRUST = 0.85  # default; 0.8 to 0.87 gave the same tokens/step on the demo
 SUM_TOLERANCE = 1e-4  # of the sum of `accepted`, which is written in decimals
 
@@ -56,26 +54,21 @@ class PtpConfig(AnyHeadConfig):
         description="P(exactly g of the n - 1 drafts are accepted), g = 0 to n - 1, measured; absent: not measured.",
     )
 
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def rows(self) -> Iterator[tuple[object, str]]:
         from vllm_mtpc.heads.ptp.embedding import check_embedding
 
+        yield from super().rows()
         check_embedding(self.u_embedding, self.u_features, self.u_hidden)
-        for key in OF_LATE:
-            if (getattr(self, key) is not None) != (self.variant == "late"):
-                raise ValueError(
-                    f"{key}={getattr(self, key)} with variant {self.variant!r}: variant late has it and no other; "
-                    f"{'remove it' if self.variant != 'late' else 'set it'}, or choose another variant"
-                )
-        shares, remedy = self.accepted, "measure the head again, or remove accepted"
-        if shares is not None and abs(math.fsum(shares) - 1) > SUM_TOLERANCE:
-            raise ValueError(f"accepted: its sum is {math.fsum(shares):.6g}, not 1; {remedy}")
-        if shares is not None and len(shares) != self.window:
-            raise ValueError(
-                f"accepted has {len(shares)} entries with window={self.window}: one for each of 0 to "
-                f"{self.window - 1} accepted drafts; {remedy}"
-            )
-        return self
+        remedy = "set it" if self.variant == "late" else "remove it"
+        for key in LATE_OPTIONS:
+            wrong = f"{key}={getattr(self, key)} with variant {self.variant!r}: variant late has it and no other"
+            yield (getattr(self, key) is not None) != (self.variant == "late"), f"{wrong}; {remedy}"
+        if (shares := self.accepted) is not None:
+            remedy = "measure the head again, or remove accepted"
+            wrong = f"accepted has {len(shares)} entries with window={self.window}, one for each number of drafts"
+            yield len(shares) != self.window, f"{wrong}; {remedy}"
+            total = math.fsum(shares)
+            yield abs(total - 1) > SUM_TOLERANCE, f"accepted: its sum is {total:.6g}, not 1; {remedy}"
 
     @property
     def informed(self) -> bool:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm_mtpc.config.mtpc_config import HeadConfig
     from vllm_mtpc.plan.online_plan import Floats
 
-KEY = "num_speculative_tokens_per_batch_size"
+SCHEDULE_KEY = "num_speculative_tokens_per_batch_size"
 Schedule = list[tuple[int, int, int]]  # (smallest batch, largest batch, drafts), both ends included
 
 LARGEST = 1024  # the largest batch size of a schedule; vLLM keeps the last K for larger ones
@@ -27,7 +27,7 @@ BALANCE = 240  # rows that compute as long as the target's weights take to read 
 GPU_DRAFT = (0.05, 0.01)  # launches of a draft, + each draft, in the same unit of time
 GPU_LENGTHS = 3  # distinct K of PTP: vLLM captures a graph of the target for each K and batch size
 
-ASSUMED = 0.5  # acceptance of a draft that the card does not have
+ABSENT_RATE = 0.5  # acceptance of a draft that the card does not have
 
 
 def card_rates(measured: Mapping[str, Sequence[float]], num_drafts: int) -> Floats:
@@ -35,11 +35,11 @@ def card_rates(measured: Mapping[str, Sequence[float]], num_drafts: int) -> Floa
 
     An absent one of the temperatures "t0" and "t1" takes the values of the other.
     """
-    rates = np.full((2, num_drafts), ASSUMED)
+    rates = np.full((2, num_drafts), ABSENT_RATE)
     for row, key in zip(rates, ("t0", "t1"), strict=True):
         values = measured.get(key) or next(iter(measured.values()), [])
         for k, (before, value) in enumerate(pairwise([1.0, *values[:num_drafts]])):
-            row[k] = value / before if before > 0 else ASSUMED
+            row[k] = value / before if before > 0 else ABSENT_RATE
     return rates.clip(0.02, 0.98)
 
 

@@ -115,7 +115,7 @@ class OnlinePlan:
         self.ratios = np.ones(shape)  # observed seconds / prior, [buckets, A]
         self.counts, self.recent = np.zeros((2, *shape))  # observed steps, and those not long ago
         self.chosen = np.zeros((2, len(prior)), dtype=np.int64)  # arm without and with sampled requests, by batch size
-        self.lookup = [0] * len(prior)  # K by batch size, read by vLLM's scheduler
+        self.lookup = [0] * len(prior)  # K by batch size; vLLM's scheduler holds this list, so it is changed in place
         self.earned = np.zeros(shape[0])  # seconds that trials may lose, by bucket
         self.trial: tuple[int, int] | None = None  # (bucket, arm)
         self._left, self._trial_seconds = 0, 0.0

@@ -3,7 +3,7 @@
 A group is a run of auxiliary rows that attends to the first c tokens of a request and to itself. With two passes each
 request has one group, after the token that was just sampled. The merged pass verifies v drafts and drafts for the next
 step at once: since the number of accepted drafts d is not known yet, there is a group of n_d rows for each d.
-Plans depend on the configuration alone: the scheduler's process and all workers have the same.
+Groups depend on the configuration alone: the scheduler's process and all workers have the same.
 
 The steps of a request with the merged pass are a Markov chain with state v, the drafts of the step:
 
@@ -33,7 +33,7 @@ MAX_EXCHANGES = 256  # evaluated exactly per round
 # Chance that a request ends and another starts, which makes the stationary distribution unique
 RESTART = 1e-9
 VARIANTS = {"o-ptp": 1, "c-ptp": 0, "late": 1, "independent": 1}  # rows of a group without a draft
-ASSUMED = 0.7  # acceptance of a further draft, for a head that was not measured
+UNMEASURED_ACCEPTANCE = 0.7  # acceptance of a further draft, for a head that was not measured
 
 
 class Bucket(NamedTuple):
@@ -51,7 +51,7 @@ class Bucket(NamedTuple):
         return sum(self.sizes)
 
 
-class Plan(NamedTuple):
+class RowGroups(NamedTuple):
     """Groups by batch size."""
 
     buckets: tuple[Bucket, ...]  # by increasing `max_batch`
@@ -90,47 +90,45 @@ class GroupTable(NamedTuple):
     expected_tokens: float  # per step, stationary
 
 
-def two_pass_plan(head: PtpConfig, num_drafts: int, max_num_seqs: int, max_aux_rows: int) -> Plan:
-    """Return the plan of two passes: one group per request, whose first draft comes from the leading token's row.
+def two_pass_groups(head: PtpConfig, num_drafts: int, max_num_seqs: int, max_aux_rows: int) -> RowGroups:
+    """Return the groups of two passes: one group per request, whose first draft comes from the leading token's row.
 
-    K drafts take K auxiliary rows (o-ptp) or K - 1 (c-ptp). For the arguments see `merged_plan`.
+    K drafts take K auxiliary rows (o-ptp) or K - 1 (c-ptp). For the arguments see `merged_groups`.
     """
     full = max(1, num_drafts - 1 + VARIANTS[head.variant])
     rows = {batch: min(full, max_aux_rows // batch - 1) for batch in _doubled(max_num_seqs)}
-    return Plan(_merged([Bucket(batch, (count,)) for batch, count in rows.items() if count >= 1]), leading=1)
+    return RowGroups(_merged([Bucket(batch, (count,)) for batch, count in rows.items() if count >= 1]), leading=1)
 
 
-def merged_plan(
-    head: PtpConfig, num_drafts: int, max_num_seqs: int, max_aux_rows: int, rows_per_request: int | None = None
-) -> Plan:
-    """Return the plan of the merged pass for batches of 1, 2, 4, 8, ... from the head's measured acceptance.
+def merged_groups(head: PtpConfig, num_drafts: int, max_num_seqs: int, max_aux_rows: int) -> RowGroups:
+    """Return the groups of the merged pass for batches of 1, 2, 4, 8, ... from the head's measured acceptance.
 
     Args:
         head, num_drafts: config of the head, and K.
         max_num_seqs, max_aux_rows: the largest batch, and the maximum of its auxiliary rows.
-        rows_per_request: the maximum of one request; None: all that are useful.
     """
-    most = max_aux_rows if rows_per_request is None else rows_per_request
-    rows = {batch: min(most, max_aux_rows // batch) for batch in _doubled(max_num_seqs)}
-    accepted = head.accepted
-    if accepted is None:  # not measured: independent drafts
-        accepted = [ASSUMED**g * (1 - ASSUMED) for g in range(head.window - 1)] + [ASSUMED ** (head.window - 1)]
+    rows = {batch: max_aux_rows // batch for batch in _doubled(max_num_seqs)}
+    p, last = UNMEASURED_ACCEPTANCE, head.window - 1
+    accepted = head.accepted or [*((1 - p) * p**g for g in range(last)), p**last]  # of independent drafts
     tables = {budget: choose_groups(accepted, num_drafts, budget, head.variant) for budget in set(rows.values())}
     drafted = {batch: tables[budget] for batch, budget in rows.items() if tables[budget].expected_tokens > 1}
-    return Plan(_merged([Bucket(batch, table.sizes) for batch, table in drafted.items()]), leading=0)
+    return RowGroups(_merged([Bucket(batch, table.sizes) for batch, table in drafted.items()]), leading=0)
 
 
-def scheduled_plan(plan_of: Callable[[int], Plan], drafts_by_batch: Sequence[int]) -> Plan:
-    """Return one plan from those of K drafts, `plan_of`; drafts_by_batch: K of batch size n at index n - 1."""
-    plans = {drafts: plan_of(drafts) for drafts in set(drafts_by_batch) if drafts}
-    width = 1 + max(plans, default=0)
+def scheduled_groups(groups_of: Callable[[int], RowGroups], drafts_by_batch: Sequence[int]) -> RowGroups:
+    """Return the groups of a schedule from those of K drafts, `groups_of`.
+
+    drafts_by_batch: K of batch size n at index n - 1.
+    """
+    found = {drafts: groups_of(drafts) for drafts in set(drafts_by_batch) if drafts}
+    width = 1 + max(found, default=0)
     buckets: list[Bucket] = []
     for batch, drafts in enumerate(drafts_by_batch, start=1):
-        bucket = plans[drafts].bucket(batch) if drafts else None
+        bucket = found[drafts].bucket(batch) if drafts else None
         sizes = bucket.sizes if bucket else ()
         # a step may still verify the drafts of a smaller batch: groups of more than its own K exist, without rows
         buckets.append(Bucket(batch, sizes + (0,) * (width - len(sizes))))
-    return next(iter(plans.values()), Plan((), leading=0))._replace(buckets=_merged(buckets))
+    return next(iter(found.values()), RowGroups((), leading=0))._replace(buckets=_merged(buckets))
 
 
 def most_drafts(bucket: Bucket | None, variant: str, leading: int) -> int:
@@ -230,10 +228,10 @@ class _Chain:
         giver, taker, left = giver[possible], taker[possible], left[possible]
         if not len(giver):
             return sizes
-        given = np.minimum(sizes[taker] + sizes[giver] - left + self.budget - sizes.sum(), self.most)
-        promise = worth[giver, left] + worth[taker, given] - worth[giver, sizes[giver]] - worth[taker, sizes[taker]]
+        received = np.minimum(sizes[taker] + sizes[giver] - left + self.budget - sizes.sum(), self.most)
+        promise = worth[giver, left] + worth[taker, received] - worth[giver, sizes[giver]] - worth[taker, sizes[taker]]
         best = promise.argsort()[::-1][:MAX_EXCHANGES]
         tables = np.repeat(sizes[None], len(best), 0)
         tables[range(len(best)), giver[best]] = left[best]
-        tables[range(len(best)), taker[best]] = given[best]
+        tables[range(len(best)), taker[best]] = received[best]
         return tables[self.stationary(tables)[0].argmax()]

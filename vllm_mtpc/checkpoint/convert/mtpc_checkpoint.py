@@ -31,7 +31,7 @@ from vllm_mtpc.checkpoint.convert.write import save_converted
 from vllm_mtpc.checkpoint.load import check_adapter_shapes, check_shapes, check_values, module_names, shapes_of
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import CheckpointError, Model, printable, validate
-from vllm_mtpc.files import check_lengths, read_yaml
+from vllm_mtpc.files import read_yaml
 from vllm_mtpc.heads.adapters import ALLOWED_LAYERS, Adapters
 
 LEAF = "mt_head._categorical_log_probs_heads.0.head.proj"
@@ -40,6 +40,7 @@ SCOPE = "circuit._circuit._nodes.0._scope_idx"
 # Of training, or constants of the circuit.
 _UNUSED = re.compile(r"_exp_gamma_weights|circuit\._(\w+_mar_mask|circuit\._address_book\._in_fold_idx_\d+_0)")
 _WRAPPERS = re.compile(r"(?:module\.|_orig_mod\.)*")  # prefixes of DDP and torch.compile
+_ADAPTER = re.compile(r"base_model\.model\..*\.lora_[AB](?=(\.default)?\.weight$)")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _REFERENCE = re.compile(r"\$\{([\w.-]+)\}")
 MAX_REFERENCES = 8  # from one to the next
@@ -85,10 +86,13 @@ class AdapterSettings(_Section):
     layers_to_transform: list[int] | None = None
 
 
-def convert_mtpc(options: ConvertOptions, content: Mapping[str, Any], label: str) -> str:
-    """Convert an MtPC checkpoint with this `content` as `convert`; `label` is its name for provenance."""
+def convert_mtpc(options: ConvertOptions, label: str) -> str:
+    """Convert the MtPC checkpoint `options.ckpt` as `convert`; `label` is its name for provenance."""
     path, target = options.ckpt, source.target_config(options.target)
-    file = path.with_name(SETTINGS_FILE)
+    content, file = source.load_tensors(path), path.with_name(SETTINGS_FILE)
+    state = content.get("model_state_dict") if isinstance(content, dict) else None
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path}: has no dict 'model_state_dict'; name a model@STEP.pt of MtPC's code")
     if not file.exists():
         raise CheckpointError(f"{file.parent} has no {file.name}; copy it from the source of the checkpoint")
     settings = read_yaml(file)
@@ -96,8 +100,8 @@ def convert_mtpc(options: ConvertOptions, content: Mapping[str, Any], label: str
     expander = read_section(file, settings, "mt_head.hyperparameters", HeadSettings)
     if circuit is None or expander is None:
         raise CheckpointError(f"{file}: has no circuit.model or no mt_head.hyperparameters; copy it again")
-    given, lora = sort_tensors(path, content["model_state_dict"])
-    tensors, position = order_tensors(path, circuit, expander, given, target)
+    given, lora = sort_tensors(path, state)
+    tensors = order_tensors(path, circuit, expander, given, target)
     stated = read_section(file, settings, "adaptor.hyperparameters", AdapterSettings)
     adapters = _read_adapters(path, lora, stated, target)
     n, r = circuit.n_token, circuit.n_component
@@ -109,7 +113,7 @@ def convert_mtpc(options: ConvertOptions, content: Mapping[str, Any], label: str
         **options.config_fields(target),
     )
     trained_on = resolve(settings, "${lm.model.from_huggingface}")
-    record: dict[str, Any] = {"from": label, "trained_on": printable(str(trained_on), 300), "fold_order": position}
+    record: dict[str, Any] = {"from": label, "trained_on": printable(str(trained_on), 300)}
     if isinstance(step := content.get("global_step"), int):
         record["global_step"] = step
     save_converted(options.out, config, tensors, f"MtPC head: {config.circuit}, n={n}, r={r}", record, adapters)
@@ -139,15 +143,12 @@ def read_section(file: Path, settings: Mapping[str, Any], path: str, model: type
     return validate(model, node, CheckpointError, f"{file}: {path}: ", "; convert another head")
 
 
-def sort_tensors(path: Path, state: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def sort_tensors(path: Path, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the tensors of the head by their names without wrappers' prefixes, and the adapters.
 
     Weights of the target are left out with a warning. Raises CheckpointError for what is no tensor.
     """
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{path}: its 'model_state_dict' is not a dict; name a model@STEP.pt of MtPC's code")
     named = {_WRAPPERS.sub("", str(name), count=1): value for name, value in state.items() if value is not None}
-    check_lengths(path, named)
     for name, value in named.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(f"{path}: {name} is a {type(value).__name__}, not a tensor; convert another head")
@@ -162,8 +163,8 @@ def sort_tensors(path: Path, state: Any) -> tuple[dict[str, Tensor], dict[str, T
 
 def order_tensors(
     path: Path, circuit: CircuitSettings, expander: HeadSettings, given: Mapping[str, Tensor], target: Mapping[str, Any]
-) -> tuple[dict[str, Tensor], list[int]]:
-    """Return a head's tensors of those `given` by a checkpoint, and the token position of each fold of the leaves.
+) -> dict[str, Tensor]:
+    """Return a head's tensors of those `given` by a checkpoint.
 
     leaf_weight [n, r, V, D], root_weight [r, D], inner_weight [F, r, r, D] and inner_bias [F, r, r], as far as the
     circuit has them. Raises CheckpointError for tensors of another circuit or target.
@@ -189,7 +190,7 @@ def order_tensors(
         weight = tensors["inner_weight"] = torch.cat([values[SUM.format(k)] for k in order])
         biases = [values[BIAS.format(k)] for k in order if has_bias]
         tensors["inner_bias"] = torch.cat(biases) if biases else weight.new_zeros(weight.shape[:3])
-    return tensors, position
+    return tensors
 
 
 def _sum_shapes(path: Path, circuit: str, n: int, r: int) -> list[tuple[int, int, int]]:
@@ -218,7 +219,11 @@ def _read_adapters(
             f"{path}: has {len(lora)} adapter tensors, but {SETTINGS_FILE} has adaptor.hyperparameters = {given}; keep "
             f"a checkpoint and its own {SETTINGS_FILE} together"
         )
-    tensors = source.to_peft_names(path, lora)
+    tensors = {}
+    for name, value in lora.items():
+        if (match := _ADAPTER.search(name)) is None:
+            raise CheckpointError(f"{path}: {name} is not supported; allowed: lora_A, lora_B of linear layers")
+        tensors[f"{match[0]}.weight"] = value
     layers = sorted({int(match[1]) for match in map(_LAYER.search, tensors) if match})
     total, stated = target.get("num_hidden_layers"), given.layers_to_transform
     end = max(layers, default=-1) + 1 if total is None else total

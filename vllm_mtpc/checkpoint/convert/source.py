@@ -7,22 +7,16 @@ state is not read into memory.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_mtpc.checkpoint.locate import CONFIG_FILE, HUB_NAME, PICKLE_SUFFIXES, verifier_name
+from vllm_mtpc.checkpoint.locate import CONFIG_FILE, HUB_NAME, PICKLE_SUFFIXES, download, verifier_name
 from vllm_mtpc.errors import CheckpointError, first_line
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 SETTINGS_FILE = "config.yaml"  # next to an MtPC checkpoint
-_ADAPTER = re.compile(r"base_model\.model\..*\.lora_[AB](?=(\.default)?\.weight$)")
 _STEP_FILE = re.compile(r"model@(\d+)\.pt")
 
 
@@ -32,18 +26,14 @@ class ConvertOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     ckpt: Path = Field(
-        description="PTP: Lightning checkpoint (.ckpt); MtPC: model@STEP.pt with config.yaml next to it, the folder of "
-        "both (the last step is used) or a hub repository; DFlash, DSpark, EAGLE-3: folder or hub repository; the "
-        "target again: its own prediction heads"
+        description="MtPC: model@STEP.pt with config.yaml next to it, or the folder of both (the last step is used); "
+        "DFlash, DSpark, EAGLE-3: folder or hub repository; the target again: its own prediction heads"
     )
     target: str = Field(min_length=1, description="the model it was trained on: folder or hub name")
     out: Path = Field(description="folder of the head")
-    temperature: float = Field(1.0, gt=0, description="temperature of the text (PTP: of u's picks) it was trained on")
+    temperature: float = Field(1.0, gt=0, description="temperature of the text it was trained on")
     top_k: int = Field(0, ge=0, description="top-k of that text; 0: off")
     top_p: float = Field(1.0, gt=0, le=1, description="top-p of that text; 1: off")
-    variant: Literal["o-ptp", "c-ptp"] = Field("o-ptp", description="PTP: variant of the rows")
-    window: int = Field(16, ge=2, description="PTP: n, auxiliary rows, as many as it was trained with")
-    lora_alpha: float = Field(8.0, gt=0, description="PTP: of the adapters (PEFT's default, which the authors use)")
 
     def config_fields(self, target: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of `AnyHeadConfig.create` that follow from the options and the target's config."""
@@ -55,38 +45,15 @@ def find_checkpoint(ckpt: Path) -> tuple[Path, str]:
     """Return a checkpoint's file, or a drafter's folder, downloaded if need be, and its name for provenance."""
     if ckpt.is_file():
         return ckpt, ckpt.name
-    if ckpt.is_dir():
-        name = _last_step(str(ckpt), os.listdir(ckpt))
-        return (ckpt / name, name) if name else (ckpt, ckpt.resolve().name)
-    if not HUB_NAME.fullmatch(str(ckpt)) or ckpt.suffix in PICKLE_SUFFIXES:
+    if not ckpt.is_dir() and HUB_NAME.fullmatch(str(ckpt)) and ckpt.suffix not in PICKLE_SUFFIXES:
+        folder = download(str(ckpt), "checkpoint")
+        return folder, f"{ckpt}@{folder.name}"  # the hub's cache names folders by commit
+    steps = {int(match[1]): file for file in ckpt.glob("model@*.pt") if (match := _STEP_FILE.fullmatch(file.name))}
+    if not steps and not (ckpt / CONFIG_FILE).exists():
         raise CheckpointError(
-            f"{ckpt} is not a file; name a .ckpt, a model@STEP.pt or its folder, a drafter or hub repository"
+            f"{ckpt}: no checkpoint; name a model@STEP.pt or its folder, a drafter's folder or repository"
         )
-    repo = str(ckpt)
-    try:
-        from huggingface_hub import HfApi, snapshot_download
-
-        info = HfApi().model_info(repo)
-        name = _last_step(repo, [sibling.rfilename for sibling in info.siblings or []])
-        drafter = [CONFIG_FILE, "*.safetensors", "*.safetensors.index.json"]
-        files = [name, SETTINGS_FILE] if name else drafter
-        folder = Path(snapshot_download(repo, revision=info.sha, allow_patterns=files))
-    except CheckpointError:
-        raise
-    except Exception as error:  # the hub client raises many types
-        raise CheckpointError(
-            f"{repo}: not a local file or folder, and cannot be downloaded ({first_line(error)}); correct the name"
-        ) from None
-    return (folder / name, f"{repo}@{info.sha}/{name}") if name else (folder, f"{repo}@{info.sha}")
-
-
-def _last_step(place: str, names: Iterable[str]) -> str | None:
-    steps = {int(match[1]): name for name in names if (match := _STEP_FILE.fullmatch(name))}
-    if not steps and CONFIG_FILE not in names:
-        raise CheckpointError(
-            f"{place}: has no model@STEP.pt and no {CONFIG_FILE}; name a checkpoint's file, folder or repository"
-        )
-    return steps[max(steps)] if steps else None
+    return (steps[max(steps)], steps[max(steps)].name) if steps else (ckpt, ckpt.resolve().name)
 
 
 def load_tensors(path: Path) -> Any:
@@ -100,16 +67,6 @@ def load_tensors(path: Path) -> Any:
             f"{path}: cannot be read as tensors alone ({first_line(error)}); other pickled objects are never loaded: "
             "if you trust the file, load it, save its state dict again with torch.save and convert that"
         ) from None
-
-
-def to_peft_names(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return LoRA tensors by PEFT's names on disk; raises CheckpointError for any other tensor."""
-    found = {}
-    for name, value in tensors.items():
-        if (match := _ADAPTER.search(name)) is None:
-            raise CheckpointError(f"{path}: {name} is not supported; allowed: lora_A, lora_B of linear layers")
-        found[f"{match[0]}.weight"] = value
-    return found
 
 
 def target_config(name: str) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from vllm_mtpc.checkpoint.load import check_shapes, shapes_of
-from vllm_mtpc.checkpoint.locate import CONFIG_FILE
-from vllm_mtpc.checkpoint.metadata import converted_card
+from vllm_mtpc.checkpoint.locate import CONFIG_FILE, hub_name
+from vllm_mtpc.checkpoint.metadata import card_data
 from vllm_mtpc.checkpoint.save import save_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads import build_head
@@ -43,5 +43,10 @@ def save_converted(
     head.load_state_dict(tensors, assign=True)
     dtype = reduce(torch.promote_types, {tensor.dtype for tensor in tensors.values()})
     dtype = dtype if dtype in (torch.float16, torch.bfloat16) else torch.float32
-    card = converted_card(config, title, record["from"])
+    target = config.speculators_config.verifier.name_or_path
+    data = card_data(["mtpc", "speculative-decoding"], hub_name(target))
+    card = (
+        f"---\n{data.to_yaml()}\n---\n\n# {title}\n\nConverted from `{record['from']}` by `vllm-mtpc convert`; target "
+        f"`{target}`. Drafts do not change the target's output distribution.\n"
+    )
     save_head(out, config, head, {"converted": record}, card, dtype, adapters)
