@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,10 +21,6 @@ from vllm_mtpc.kernels.shard import Shard
 REGISTERS = {} if torch.version.hip else {"maxnreg": 128}  # of `draft_rows`: 2 instances of 8 warps at once, 4 of 4
 MIN_BLOCK = 64
 
-LEAF_STRIDES = ("leaf_stride", "k_stride", "z_stride")
-ROWS_ARGUMENTS = ("leaf_ptr", "UNIT", *LEAF_STRIDES)  # of a leaf, in `draft_rows`
-LOW_POINTERS, LOW_STRIDES = ("low_ptr", "out_ptr"), ("low_stride", "low_k_stride", "out_k_stride", "out_stride")
-
 # Requests of a program instance: they share the first columns of the components' differences, or the product of tiles
 # of their biases, which takes 16 rows and more.
 LOW_ROWS, BIAS_ROWS = 4, 16
@@ -32,23 +28,33 @@ LOW_ROWS, BIAS_ROWS = 4, 16
 Arguments = dict[str, Any]  # of a kernel, by name
 
 
+class Leaves(NamedTuple):
+    """Logits [B, K, r or 1, V] of K positions."""
+
+    leaf: launches.Leaf
+    strides: Arguments  # of a request, a position and a component, in units
+    low: Arguments  # differences of the components and their strides
+    unit: int
+
+
 @dataclass(frozen=True)
 class Batch:
     """The arguments of one call: B requests, K drafts, r components, V columns of a leaf, F inner sums."""
 
     shape: tuple[int, int, int, int]  # B, K, r, V
-    leaf: Arguments  # logits [B, K, r or 1, V] and their strides, in units, and the differences of components
-    given: Arguments  # the same of x_1, [B, 1, r or 1, V]; empty: its evidence is known
-    circuit: Arguments  # evidence [B, r], root [B, r], inner [B, F, r, r], the program and F
-    requests: Arguments  # slots [B], temperature [slots], seeds [slots], pos [B], allowed [B, K, words] or None
-    outputs: Arguments  # tokens and confidences [B, K], with the stride of a row
-    cache: Arguments  # conditionals [slots, K, V] or None, with the strides of a slot and of a draft
+    leaves: Leaves
+    given: Leaves | None  # those of x_1, [B, 1, r or 1, V]; None: its evidence is known
+    bias: launches.Bias  # with W2 [K, rank, V] from this rank's first column on
     first: Tensor | None  # [B] int64, x_1
-    bigram: Bigram | None  # its target [K, rank, V] from this rank's first column on
+    circuit: launches.Circuit
+    requests: launches.Requests
+    rows: Arguments  # slots and pos [B]
+    outputs: Arguments  # tokens and confidences [B, K], with the stride of a row
+    cache: launches.Cache
     draw: bool
 
 
-class Drafter:
+class CircuitDrafter:
     """Drafts of batches of circuits of one program.
 
     Args:
@@ -130,116 +136,118 @@ class Drafter:
         if not tokens.numel():
             return
         leaf = leaf if leaf.stride(3) == 1 else leaf.contiguous()
-        given = {}
+        given = None
         if evidence is None:
             given = _leaf_arguments(leaf[:, :1], low and low.positions(0, 1))
             leaf, low = leaf[:, 1:], low and low.positions(1)
+        bias = launches.Bias()
         if bigram is not None:
             target = bigram.target if bigram.target.stride(2) == 1 else bigram.target.contiguous()
             target = target if self.shard is None else target[..., self.shard.start :]
-            bigram = Bigram(bigram.source.contiguous(), target)
+            bias = launches.Bias(bigram.source.contiguous(), target, *target.stride()[:2])
+        evidence = None if evidence is None else evidence.contiguous()
         batch = Batch(
             shape=(len(leaf), leaf.shape[1], root.shape[1], leaf.shape[3]),
-            leaf=_leaf_arguments(leaf, low),
-            given=given,
-            circuit={
-                "evidence_ptr": None if evidence is None else evidence.contiguous(), "root_ptr": root.contiguous(),
-                "inner_ptr": inner.contiguous(), "program_ptr": self.program, "num_inner": inner.shape[1],
-            },
-            requests={
-                "slot_ptr": slots, "temperature_ptr": temperature, "seed_ptr": seeds, "pos_ptr": pos,
-                "allowed_ptr": allowed, "words": 0 if allowed is None else allowed.shape[2],
-            },
+            leaves=_leaf_arguments(leaf, low), given=given, bias=bias, first=first if bigram or given else None,
+            circuit=launches.Circuit(evidence, root.contiguous(), inner.contiguous(), self.program),
+            requests=launches.Requests(temperature, seeds, allowed, 0 if allowed is None else allowed.shape[2]),
+            rows={"slot_ptr": slots, "pos_ptr": pos},
             outputs={
                 "token_ptr": tokens, "token_stride": tokens.stride(0),
                 "confidence_ptr": confidences, "confidence_stride": confidences.stride(0),
             },
-            cache=_cache_arguments(cache),
-            first=None if bigram is None and evidence is not None else first, bigram=bigram, draw=draw,
+            cache=launches.Cache() if cache is None else launches.Cache(cache, *cache.stride()[:2]), draw=draw,
         )  # fmt: skip
         (self._draft_rows if self.one_launch else self._draft_blocks)(batch)
 
-    def _tile(self, rows: int) -> tuple[Arguments, int]:
-        """Return the sizes of a tile of `rows` rows, and the number of blocks of a leaf."""
-        block, warps = triton.next_power_of_2(self.width), 4
+    def _sizes(self, leaves: Leaves, bias: launches.Bias) -> tuple[launches.Sizes, int]:
+        """Return the sizes of an instance, and its number of warps."""
+        low, rank = (0 if x is None else x.shape[1] for x in (leaves.leaf.out_ptr, bias.target_ptr))
+        block, warps, rows = triton.next_power_of_2(self.width), 4, self.sizes["R"]
+        if rank and not self.one_launch:
+            rows = max(rows, BIAS_ROWS)
         if rows * block > TILE:
             block = min(block, max(MIN_BLOCK, TILE // (2 * rows if self.one_launch else rows)))
             warps = 8 if self.one_launch or rows * block > TILE else 4
-        return {"R": self.sizes["R"], "BLOCK": block, "num_warps": warps}, triton.cdiv(self.width, block)
+        requests = BIAS_ROWS if rank else LOW_ROWS if low else 1
+        return launches.Sizes(self.sizes["R"], block, requests, leaves.unit, low, rank), warps
 
     def _draft_rows(self, batch: Batch) -> None:
         """The path of one launch."""
         num_reqs, num_drafts, r, vocab_size = batch.shape
-        tile, blocks = self._tile(self.sizes["R"])
-        bigram = _bigram_arguments(batch.bigram)
-        chunk = min(triton.next_power_of_2(bigram["RANK"]), max(1, TILE // tile["BLOCK"]))
+        sizes, warps = self._sizes(batch.leaves, batch.bias)
+        chunk = min(triton.next_power_of_2(sizes.RANK), max(1, TILE // sizes.BLOCK))
         launches.draft_rows[(num_reqs,)](
-            **{name: batch.leaf[name] for name in ROWS_ARGUMENTS},
-            first_ptr=batch.first, **bigram, **batch.circuit, **batch.requests, **batch.outputs, **batch.cache,
-            num_drafts=num_drafts, r=r, vocab_size=vocab_size, **self.noise, DRAW=batch.draw, **tile,
-            DEPTH=self.sizes["DEPTH"], BLOCKS=blocks, CHUNK=chunk, **REGISTERS,
+            leaf=batch.leaves.leaf, **batch.leaves.strides, first_ptr=batch.first, bias=batch.bias,
+            circuit=batch.circuit, requests=batch.requests, **batch.rows, **batch.outputs, cache=batch.cache,
+            num_drafts=num_drafts, num_inner=batch.circuit.inner_ptr.shape[1], r=r, vocab_size=vocab_size,
+            **self.noise, DRAW=batch.draw, sizes=sizes, DEPTH=self.sizes["DEPTH"],
+            BLOCKS=triton.cdiv(self.width, sizes.BLOCK), CHUNK=chunk, num_warps=warps, **REGISTERS,
         )  # fmt: skip
 
     def _draft_blocks(self, batch: Batch) -> None:
         """The path in blocks of the vocabulary; R: r rounded up to a power of two."""
         num_reqs, num_drafts, r, vocab_size = batch.shape
-        shard, size, bigram = self.shard, self.sizes["R"], _bigram_arguments(batch.bigram)
-        has_bias = bigram["RANK"] > 0
-        tile, blocks = self._tile(max(size, BIAS_ROWS) if has_bias else size)
-        begin, cache, columns, written = None, batch.cache["cache_ptr"], None, batch.cache
-        leaves = 1 if has_bias else num_drafts  # normalised together
-        rows = BIAS_ROWS if has_bias else LOW_ROWS if batch.leaf["LOW"] else 1
+        sizes, warps = self._sizes(batch.leaves, batch.bias)
+        shard, size, blocks = self.shard, sizes.R, triton.cdiv(self.width, sizes.BLOCK)
+        leaves = 1 if sizes.RANK else num_drafts  # normalised together
         width = -(-self.width // 16) * 16  # a stride that is specialised alike, whatever the batch and K
-        buffer = partial(torch.empty, dtype=torch.float32, device=batch.leaf["leaf_ptr"].device)
-        tops, totals = (buffer(num_reqs, leaves, blocks, size) for _ in range(2))
-        norms = buffer(num_reqs, leaves, size)
-        state = buffer(1 + self.sizes["DEPTH"], num_reqs, size)
+        buffer = partial(torch.empty, dtype=torch.float32, device=batch.leaves.leaf.ptr.device)
         record_dtype = torch.float64 if self.noise["USE_FP64"] else torch.float32
-        records, count = buffer(blocks, num_reqs, launches.RECORD.value + size, dtype=record_dtype), blocks
+        buffers = launches.Buffers(
+            top_ptr=buffer(num_reqs, leaves, blocks, size),
+            total_ptr=buffer(num_reqs, leaves, blocks, size),
+            norm_ptr=buffer(num_reqs, leaves, size),
+            state_ptr=buffer(1 + self.sizes["DEPTH"], num_reqs, size),
+            record_ptr=buffer(blocks, num_reqs, launches.RECORD.value + size, dtype=record_dtype),
+        )
+        begin, cache, count = None, batch.cache, blocks
         if shard is not None:
             vocab_size, begin, count = shard.stop - shard.start, shard.start, shard.size
-            if cache is not None:  # this rank's conditionals
-                columns = buffer(num_reqs, num_drafts, width, dtype=cache.dtype)
-                written = _cache_arguments(columns)
-        shared = {"r": r, **self.sizes, "num_warps": 16 if size > 64 else 4}
+            if cache.ptr is not None:  # this rank's conditionals
+                columns = buffer(num_reqs, num_drafts, width, dtype=cache.ptr.dtype)
+                cache = launches.Cache(columns, *columns.stride()[:2])
+        groups = triton.cdiv(num_reqs, sizes.ROWS)
+        state = {"r": r, "num_inner": batch.circuit.inner_ptr.size(1), "num_warps": 16 if size > 64 else 4} | self.sizes
 
-        def normalise(leaf: Arguments, count: int, k: int, bias: Arguments, start: bool) -> None:
-            launches.leaf_blocks[(triton.cdiv(num_reqs, rows), blocks, count)](
-                **leaf, **bias, draft=k, top_ptr=tops, total_ptr=totals,
-                num_drafts=count, batch=num_reqs, r=r, vocab_size=vocab_size, **tile, ROWS=rows,
-                num_stages=2,  # 3 spill with a token_rank of 256
+        def normalise(leaves: Leaves, count: int, k: int, bias: Arguments, start: bool) -> None:
+            own = sizes._replace(UNIT=leaves.unit, RANK=0 if bias["before_ptr"] is None else sizes.RANK)
+            read = {"leaf": leaves.leaf, **leaves.strides, **leaves.low, "buffers": buffers, "num_drafts": count}
+            launches.leaf_blocks[(groups, blocks, count)](
+                **read, **bias, draft=k, batch=num_reqs, r=r, vocab_size=vocab_size, sizes=own,
+                num_warps=warps, num_stages=2,  # 3 spill with a token_rank of 256
             )  # fmt: skip
             launches.start_rows[(count, num_reqs)](
-                **leaf, **batch.circuit, first_ptr=batch.first, top_ptr=tops, total_ptr=totals, norm_ptr=norms,
-                state_ptr=state, num_drafts=count, num_blocks=blocks, **shared,
-                CHUNK=max(1, TILE // size), START=start,
+                **read, circuit=batch.circuit, first_ptr=batch.first, num_blocks=blocks, CHUNK=max(1, TILE // size),
+                START=start, UNIT=own.UNIT, LOW=own.LOW, **state,
             )  # fmt: skip
 
-        if batch.given:
-            normalise(batch.given, 1, 0, _before(None) | _bigram_arguments(None), True)
+        if batch.given is not None:
+            normalise(batch.given, 1, 0, _bias_arguments(launches.Bias(), None), True)
         for k in range(num_drafts):
             before = batch.first if k == 0 else batch.outputs["token_ptr"][:, k - 1]
-            bias = _before(before if has_bias else None) | bigram
+            bias = _bias_arguments(batch.bias, before if sizes.RANK else None)
             if k % leaves == 0:
-                normalise(batch.leaf, leaves, k, bias, k == 0 and not batch.given)
-                whole_norms = norms if shard is None else shard.normalisers(norms)
-            launches.draft_blocks[(triton.cdiv(num_reqs, rows), blocks)](
-                **batch.leaf, **bias, norm_ptr=whole_norms, state_ptr=state, **batch.requests, **written,
-                record_ptr=records, k=k, num_drafts=num_drafts, batch=num_reqs, r=r, vocab_size=vocab_size,
-                begin=begin, **self.noise, DRAW=batch.draw, **tile, ROWS=rows,
+                normalise(batch.leaves, leaves, k, bias, k == 0 and batch.given is None)
+                norms = buffers.norm_ptr if shard is None else shard.normalisers(buffers.norm_ptr)
+            launches.draft_blocks[(groups, blocks)](
+                leaf=batch.leaves.leaf, **batch.leaves.strides, **batch.leaves.low, **bias,
+                buffers=buffers._replace(norm_ptr=norms), requests=batch.requests, **batch.rows, cache=cache,
+                k=k, num_drafts=num_drafts, batch=num_reqs, r=r, vocab_size=vocab_size, begin=begin,
+                **self.noise, DRAW=batch.draw, sizes=sizes, num_warps=warps,
             )  # fmt: skip
+            records = buffers.record_ptr if shard is None else shard.gather(self._nominate(buffers.record_ptr))
             launches.choose[(num_reqs,)](
-                record_ptr=records if shard is None else shard.gather(self._nominate(records)),
-                inner_ptr=batch.circuit["inner_ptr"], program_ptr=self.program, state_ptr=state,
-                slot_ptr=batch.requests["slot_ptr"], temperature_ptr=batch.requests["temperature_ptr"], **batch.outputs,
-                k=k, num_drafts=num_drafts, num_inner=batch.circuit["num_inner"], count=count, **shared,
-                DRAW=batch.draw, COUNT=triton.next_power_of_2(count),
+                record_ptr=records, state_ptr=buffers.state_ptr, inner_ptr=batch.circuit.inner_ptr,
+                program_ptr=self.program, slot_ptr=batch.rows["slot_ptr"],
+                temperature_ptr=batch.requests.temperature_ptr, **batch.outputs, k=k, num_drafts=num_drafts,
+                count=count, DRAW=batch.draw, COUNT=triton.next_power_of_2(count), **state,
             )  # fmt: skip
-        if shard is not None and columns is not None:
+        if shard is not None and cache.ptr is not None:
             launches.spread[(blocks * shard.size, num_drafts, num_reqs)](
-                log_q_ptr=shard.gather(columns.flatten(1)), slot_ptr=batch.requests["slot_ptr"], **batch.cache,
-                num_drafts=num_drafts, rows=shard.rows, width=width, vocab_size=cache.shape[2],
-                BLOCK=tile["BLOCK"],
+                log_q_ptr=shard.gather(cache.ptr.flatten(1)), slot_ptr=batch.rows["slot_ptr"], cache=batch.cache,
+                num_drafts=num_drafts, rows=shard.rows, width=width, vocab_size=batch.cache.ptr.shape[2],
+                BLOCK=sizes.BLOCK,
             )  # fmt: skip
 
     def _nominate(self, records: Tensor) -> Tensor:
@@ -251,36 +259,17 @@ class Drafter:
         return nominee
 
 
-def _leaf_arguments(leaf: Tensor, low: LowRank | None) -> Arguments:
+def _leaf_arguments(logits: Tensor, low: LowRank | None) -> Leaves:
     # in units of 16 where rows are aligned, so that loads are wide; strides may depend on the batch and on K, but
     # whether all are multiples of 16 on the vocabulary alone: nothing is compiled again while serving
-    strides = leaf.stride()[:3]
-    unit = 16 if all(stride % 16 == 0 for stride in strides) else 1
-    made = {
-        "leaf_ptr": leaf,
-        "UNIT": unit,
-        **dict(zip(LEAF_STRIDES, (stride // unit for stride in strides), strict=True)),
-    }
+    unit = 16 if all(stride % 16 == 0 for stride in logits.stride()[:3]) else 1
+    names = "leaf_stride", "k_stride", "z_stride"
+    strides = {name: stride // unit for name, stride in zip(names, logits.stride(), strict=False)}
     if low is None:
-        return made | dict.fromkeys(LOW_POINTERS) | dict.fromkeys(LOW_STRIDES, 0) | {"LOW": 0}
-    strides, rank = (*low.low.stride()[:2], *low.out.stride()[:2]), low.out.shape[1]
-    made |= {"low_ptr": low.low, "out_ptr": low.out, **dict(zip(LOW_STRIDES, strides, strict=True))}
-    return made | {"LOW": rank}
+        return Leaves(launches.Leaf(logits), strides, {"low_ptr": None, "low_stride": 0, "low_k_stride": 0}, unit)
+    differences = {"low_ptr": low.low, "low_stride": low.low.stride(0), "low_k_stride": low.low.stride(1)}
+    return Leaves(launches.Leaf(logits, low.out, *low.out.stride()[:2]), strides, differences, unit)
 
 
-def _cache_arguments(cache: Tensor | None) -> Arguments:
-    if cache is None:
-        return {"cache_ptr": None, "cache_stride": 0, "cache_k_stride": 0}
-    return {"cache_ptr": cache, "cache_stride": cache.stride(0), "cache_k_stride": cache.stride(1)}
-
-
-def _bigram_arguments(bigram: Bigram | None) -> Arguments:
-    if bigram is None:
-        return {"source_ptr": None, "target_ptr": None, "target_k_stride": 0, "target_stride": 0, "RANK": 0}
-    source, target = bigram
-    strides = {"target_k_stride": target.stride(0), "target_stride": target.stride(1)}
-    return {"source_ptr": source, "target_ptr": target, **strides, "RANK": target.shape[1]}
-
-
-def _before(tokens: Tensor | None) -> Arguments:
-    return {"before_ptr": tokens, "before_stride": 0 if tokens is None else tokens.stride(0)}
+def _bias_arguments(bias: launches.Bias, tokens: Tensor | None) -> Arguments:
+    return {"bias": bias, "before_ptr": tokens, "before_stride": 0 if tokens is None else tokens.stride(0)}

@@ -8,14 +8,45 @@ exp(. - maximum) and of its square, the token's evidence.
 
 from __future__ import annotations
 
+from collections import namedtuple
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from vllm_mtpc.kernels.draft.tiles import add_bias, evidence, load_bias, load_biased, load_leaf, load_out
+from vllm_mtpc.kernels.draft.tiles import add_bias, evidence, load_bias, load_biased, load_leaf, load_out, move_out
 from vllm_mtpc.kernels.filter import kernel as machine
 
-STRIDES = ("leaf_stride", "k_stride", "z_stride", "low_stride", "low_k_stride")  # that depend on the batch or on K
 RECORD: tl.constexpr = tl.constexpr(5)  # numbers of a record, in addition to one per component
+STRIDES = ("leaf_stride", "k_stride", "z_stride", "low_stride", "low_k_stride")  # that depend on the batch or on K
+
+
+# Arguments of a launch, one object per role. Triton specialises the members of a tuple, so what depends on the batch or
+# on K is a parameter of its own: serving would compile again.
+
+# logits [B, K, r, V]; or with components of low rank (`kernels/low_rank.py`) [B, K, 1, V] and `out` [K, LOW, V]
+Leaf = namedtuple("Leaf", "ptr out_ptr out_k_stride out_stride", defaults=(None, 0, 0))
+# of the token before (`kernels/bigram.py`): W1 [V, RANK] and W2 [K, RANK, V]
+Bias = namedtuple("Bias", "source_ptr target_ptr k_stride stride", defaults=(None, None, 0, 0))
+# evidence of x_1 [B, r] or None; logits of the root [B, r] and of sums [B, F, r, r]
+Circuit = namedtuple("Circuit", "evidence_ptr root_ptr inner_ptr program_ptr")
+# temperatures [slots], seeds [slots], masks of tokens [B, K, words] or None
+Requests = namedtuple("Requests", "temperature_ptr seed_ptr allowed_ptr words")
+# conditionals [slots, K, V] or None
+Cache = namedtuple("Cache", "ptr stride k_stride", defaults=(None, 0, 0))
+# between launches: maxima and sums of blocks [B, K, blocks, R], normalisers [B, K, R], state [1 + DEPTH, B, R], records
+Buffers = namedtuple("Buffers", "top_ptr total_ptr norm_ptr state_ptr record_ptr")
+
+
+class Sizes(NamedTuple):
+    """Constants of an instance that reads leaves in tiles [R, BLOCK]."""
+
+    R: int  # components, a power of two
+    BLOCK: int  # tokens
+    ROWS: int  # requests
+    UNIT: int  # of the strides of the leaf
+    LOW: int  # rank of the components; 0: the leaf has r rows
+    RANK: int  # of the bias; 0: none
 
 
 @triton.jit
@@ -42,10 +73,10 @@ def rounded(log_q, cache_ptr):
 
 
 @triton.jit
-def allow(log_q, allowed_ptr, words, at, key, mask):
+def allow(log_q, requests, at, key, mask):
     """Return log q [BLOCK] of tokens `key`, -inf where their bit of row `at` [words] is 0."""
-    if allowed_ptr is not None:
-        word = tl.load(allowed_ptr + at * words + key // 32, mask=mask, other=0)
+    if requests.allowed_ptr is not None:
+        word = tl.load(requests.allowed_ptr + at * requests.words + key // 32, mask=mask, other=0)
         log_q = tl.where((word >> (key % 32)) & 1 != 0, log_q, float("-inf"))
     return log_q
 
@@ -71,11 +102,11 @@ def confidence(first, second, temperature, DRAW: tl.constexpr):
 
 
 @triton.jit
-def request(slot_ptr, temperature_ptr, seed_ptr, pos_ptr, row, DRAW: tl.constexpr):
+def request(requests, slot_ptr, pos_ptr, row, DRAW: tl.constexpr):
     """Slot (-1: a padded row), temperature of the noise, 1 / temperature of the confidence, seed, position."""
     slot = tl.load(slot_ptr + row).to(tl.int64)
-    temperature = tl.load(temperature_ptr + slot, mask=slot >= 0, other=0.0).to(tl.float32)
-    seed = tl.load(seed_ptr + slot, mask=slot >= 0, other=0)
+    temperature = tl.load(requests.temperature_ptr + slot, mask=slot >= 0, other=0.0).to(tl.float32)
+    seed = tl.load(requests.seed_ptr + slot, mask=slot >= 0, other=0)
     scale = 1.0 / tl.where(temperature > 0.0, temperature, 1.0)
     if not DRAW:
         temperature = temperature * 0.0
@@ -83,12 +114,12 @@ def request(slot_ptr, temperature_ptr, seed_ptr, pos_ptr, row, DRAW: tl.constexp
 
 
 @triton.jit
-def start(message, root_ptr, inner_ptr, program_ptr, row, r, R: tl.constexpr, DEPTH: tl.constexpr):
+def start(circuit, message, inner_ptr, row, r, R: tl.constexpr, DEPTH: tl.constexpr):
     """Weights [R] and stack at the first draft, conditioned on x_1 by its evidence; inner_ptr: of the row."""
-    weights = machine.normalise(machine.load_vector(root_ptr + row * r, r, R))
+    weights = machine.normalise(machine.load_vector(circuit.root_ptr + row * r, r, R))
     stack = tl.full([DEPTH, R], float("-inf"), tl.float32)
     for k in range(2):
-        weights, stack = machine.advance(program_ptr, k, weights, stack, message, inner_ptr, r, R, DEPTH)
+        weights, stack = machine.advance(circuit.program_ptr, k, weights, stack, message, inner_ptr, r, R, DEPTH)
     return weights, stack
 
 
@@ -130,39 +161,32 @@ def best(record_ptr, count, row, num_rows, R: tl.constexpr, COUNT: tl.constexpr)
     do_not_specialize_on_alignment=["low_ptr", "before_ptr"],
 )
 def leaf_blocks(
-    leaf_ptr, leaf_stride, k_stride, z_stride,
-    low_ptr, low_stride, low_k_stride, out_ptr, out_k_stride, out_stride,
-    before_ptr, before_stride, source_ptr, target_ptr, target_k_stride, target_stride,
-    draft, top_ptr, total_ptr, num_drafts, batch, r, vocab_size,
-    R: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, LOW: tl.constexpr, RANK: tl.constexpr,
-    ROWS: tl.constexpr,
+    leaf, leaf_stride, k_stride, z_stride, low_ptr, low_stride, low_k_stride,
+    bias, before_ptr, before_stride, buffers, draft, num_drafts, batch, r, vocab_size, sizes: tl.constexpr,
 ):  # fmt: skip
     """Maximum and sum of every component in one block of one leaf of ROWS requests.
 
     RANK > 0: the only leaf is that of `draft`, with the bias of the tokens before_ptr [B].
     """
     group, block, place = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    k = (place if RANK == 0 else draft).to(tl.int64)
-    if LOW > 0:
-        out_ptr += k * out_k_stride
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    z_stride = z_stride.to(tl.int64) * UNIT
-    out = load_out(out_ptr, out_stride, 0, token, vocab_size, LOW)
-    bias = load_bias(
-        before_ptr, before_stride, source_ptr, target_ptr, target_k_stride, target_stride,
-        k, group * ROWS, batch, token, vocab_size, RANK, ROWS,
-    )  # fmt: skip
-    for index in range(ROWS):
-        row = group * ROWS + index
+    R: tl.constexpr = sizes.R
+    k = (place if sizes.RANK == 0 else draft).to(tl.int64)
+    token = block * sizes.BLOCK + tl.arange(0, sizes.BLOCK)
+    z_stride = z_stride.to(tl.int64) * sizes.UNIT
+    out_ptr = move_out(leaf, k, sizes.LOW)
+    out = load_out(out_ptr, leaf.out_stride, 0, token, vocab_size, sizes.LOW)
+    terms = load_bias(bias, before_ptr, before_stride, k, group * sizes.ROWS, batch, token, vocab_size, sizes)
+    for index in range(sizes.ROWS):
+        row = group * sizes.ROWS + index
         if row < batch:
-            leaf = leaf_ptr + (row * leaf_stride + k * k_stride) * UNIT
-            low = low_ptr if LOW == 0 else low_ptr + row * low_stride + k * low_k_stride
-            tile = load_leaf(leaf, z_stride, low, out_ptr, out_stride, out, token, vocab_size, r, R, LOW)
-            tile = add_bias(tile, bias, index, RANK, ROWS)
+            leaf_ptr = leaf.ptr + (row * leaf_stride + k * k_stride) * sizes.UNIT
+            low = low_ptr if sizes.LOW == 0 else low_ptr + row * low_stride + k * low_k_stride
+            tile = load_leaf(leaf_ptr, z_stride, low, out_ptr, leaf.out_stride, out, token, vocab_size, r, R, sizes.LOW)
+            tile = add_bias(tile, terms, index, sizes.RANK, sizes.ROWS)
             top, total = add_block(tile, tl.full([R], float("-inf"), tl.float32), tl.full([R], 0.0, tl.float32))
             at = ((row * num_drafts + place) * tl.num_programs(1) + block) * R + tl.arange(0, R)
-            tl.store(top_ptr + at, top)
-            tl.store(total_ptr + at, total)
+            tl.store(buffers.top_ptr + at, top)
+            tl.store(buffers.total_ptr + at, total)
 
 
 @triton.jit(
@@ -170,16 +194,14 @@ def leaf_blocks(
     do_not_specialize_on_alignment=["first_ptr", "low_ptr"],
 )
 def start_rows(
-    leaf_ptr, leaf_stride, k_stride, z_stride,
-    low_ptr, low_stride, low_k_stride, out_ptr, out_k_stride, out_stride, first_ptr,
-    evidence_ptr, root_ptr, inner_ptr, program_ptr, top_ptr, total_ptr, norm_ptr, state_ptr,
-    num_drafts, num_inner, r, num_blocks,
-    R: tl.constexpr, DEPTH: tl.constexpr, CHUNK: tl.constexpr, START: tl.constexpr,
-    UNIT: tl.constexpr, LOW: tl.constexpr,
+    leaf, leaf_stride, k_stride, z_stride, low_ptr, low_stride, low_k_stride,
+    circuit, first_ptr, buffers, num_drafts, num_inner, r, num_blocks,
+    R: tl.constexpr, DEPTH: tl.constexpr, CHUNK: tl.constexpr, START: tl.constexpr, UNIT: tl.constexpr,
+    LOW: tl.constexpr,
 ):  # fmt: skip
     """Normalisers [R] of one leaf from those of its blocks; START: also the state at the first draft.
 
-    evidence_ptr None: the leaf is that of x_1 = first_ptr [B].
+    Without evidence the leaf is that of x_1 = first_ptr [B].
     """
     k, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     z = tl.arange(0, R)
@@ -187,25 +209,25 @@ def start_rows(
     for first in range(0, num_blocks, CHUNK):
         block = first + tl.arange(0, CHUNK)[:, None]
         at = ((row * num_drafts + k) * num_blocks + block) * R + z[None, :]
-        tops = tl.load(top_ptr + at, mask=block < num_blocks, other=float("-inf"))
-        totals = tl.load(total_ptr + at, mask=block < num_blocks, other=0.0)
+        tops = tl.load(buffers.top_ptr + at, mask=block < num_blocks, other=float("-inf"))
+        totals = tl.load(buffers.total_ptr + at, mask=block < num_blocks, other=0.0)
         new_top = tl.maximum(top, tl.max(tops, axis=0))
         shift = machine.finite(new_top)
         total = total * tl.exp(top - shift) + tl.sum(totals * tl.exp(tops - shift[None, :]), axis=0)
         top = new_top
     norm = machine.finite(top) + tl.log(total)
-    tl.store(norm_ptr + (row * num_drafts + k) * R + z, norm)
+    tl.store(buffers.norm_ptr + (row * num_drafts + k) * R + z, norm)
     if START and k == 0:
-        if evidence_ptr is None:
-            leaf, stride = leaf_ptr + row * leaf_stride * UNIT, z_stride.to(tl.int64) * UNIT
+        if circuit.evidence_ptr is None:
+            leaf_ptr, stride = leaf.ptr + row * leaf_stride * UNIT, z_stride.to(tl.int64) * UNIT
             low = low_ptr if LOW == 0 else low_ptr + row * low_stride
             token = tl.load(first_ptr + row)
-            message = evidence(leaf, stride, low, out_ptr, out_stride, token, norm, r, R, LOW)
+            message = evidence(leaf_ptr, stride, low, leaf.out_ptr, leaf.out_stride, token, norm, r, R, LOW)
         else:
-            message = machine.load_vector(evidence_ptr + row * r, r, R)
-        inner_ptr += row * num_inner * r * r
-        weights, stack = start(message, root_ptr, inner_ptr, program_ptr, row, r, R, DEPTH)
-        weights_at, stack_at = state_at(state_ptr, row, tl.num_programs(1), R, DEPTH)
+            message = machine.load_vector(circuit.evidence_ptr + row * r, r, R)
+        inner_ptr = circuit.inner_ptr + row * num_inner * r * r
+        weights, stack = start(circuit, message, inner_ptr, row, r, R, DEPTH)
+        weights_at, stack_at = state_at(buffers.state_ptr, row, tl.num_programs(1), R, DEPTH)
         tl.store(weights_at, weights)
         tl.store(stack_at, stack)
 
@@ -215,16 +237,10 @@ def start_rows(
     do_not_specialize_on_alignment=["slot_ptr", "pos_ptr", "low_ptr", "before_ptr"],
 )
 def draft_blocks(
-    leaf_ptr, leaf_stride, k_stride, z_stride,
-    low_ptr, low_stride, low_k_stride, out_ptr, out_k_stride, out_stride,
-    before_ptr, before_stride, source_ptr, target_ptr, target_k_stride, target_stride,
-    norm_ptr, state_ptr,
-    slot_ptr, temperature_ptr, seed_ptr, pos_ptr, allowed_ptr, words,
-    cache_ptr, cache_stride, cache_k_stride, record_ptr,
+    leaf, leaf_stride, k_stride, z_stride, low_ptr, low_stride, low_k_stride,
+    bias, before_ptr, before_stride, buffers, requests, slot_ptr, pos_ptr, cache,
     k, num_drafts, batch, r, vocab_size, begin,
-    NOISED_ARGMAX: tl.constexpr, DRAW: tl.constexpr, USE_FP64: tl.constexpr,
-    R: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, LOW: tl.constexpr, RANK: tl.constexpr,
-    ROWS: tl.constexpr,
+    NOISED_ARGMAX: tl.constexpr, DRAW: tl.constexpr, USE_FP64: tl.constexpr, sizes: tl.constexpr,
 ):  # fmt: skip
     """Write one block of draft k's conditionals of ROWS requests to the cache, and their records [blocks, B, 5 + R].
 
@@ -232,40 +248,37 @@ def draft_blocks(
     RANK > 0: with the bias of the tokens before_ptr [B]; normalisers are those of this draft.
     """
     group, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    z, token = tl.arange(0, R), block * BLOCK + tl.arange(0, BLOCK)
+    R: tl.constexpr = sizes.R
+    z, token = tl.arange(0, R), block * sizes.BLOCK + tl.arange(0, sizes.BLOCK)
     mask = token < vocab_size
-    if LOW > 0:
-        out_ptr += k.to(tl.int64) * out_k_stride
-    z_stride = z_stride.to(tl.int64) * UNIT
-    out = load_out(out_ptr, out_stride, 0, token, vocab_size, LOW)
-    bias = load_bias(
-        before_ptr, before_stride, source_ptr, target_ptr, target_k_stride, target_stride,
-        k, group * ROWS, batch, token, vocab_size, RANK, ROWS,
-    )  # fmt: skip
-    for number in range(ROWS):
-        row = group * ROWS + number
+    z_stride = z_stride.to(tl.int64) * sizes.UNIT
+    out_ptr = move_out(leaf, k.to(tl.int64), sizes.LOW)
+    out = load_out(out_ptr, leaf.out_stride, 0, token, vocab_size, sizes.LOW)
+    terms = load_bias(bias, before_ptr, before_stride, k, group * sizes.ROWS, batch, token, vocab_size, sizes)
+    for number in range(sizes.ROWS):
+        row = group * sizes.ROWS + number
         if row < batch:
-            slot, temperature, scale, seed, pos = request(slot_ptr, temperature_ptr, seed_ptr, pos_ptr, row, DRAW)
-            weights = tl.load(state_ptr + row * R + z)
-            norm = tl.load(norm_ptr + (row * num_drafts + k if RANK == 0 else row) * R + z)
-            leaf = leaf_ptr + (row * leaf_stride + k.to(tl.int64) * k_stride) * UNIT
-            low = low_ptr if LOW == 0 else low_ptr + row * low_stride + k.to(tl.int64) * low_k_stride
-            tile = load_leaf(leaf, z_stride, low, out_ptr, out_stride, out, token, vocab_size, r, R, LOW)
-            tile = add_bias(tile, bias, number, RANK, ROWS)
+            slot, temperature, scale, seed, pos = request(requests, slot_ptr, pos_ptr, row, DRAW)
+            weights = tl.load(buffers.state_ptr + row * R + z)
+            norm = tl.load(buffers.norm_ptr + (row * num_drafts + k if sizes.RANK == 0 else row) * R + z)
+            leaf_ptr = leaf.ptr + (row * leaf_stride + k.to(tl.int64) * k_stride) * sizes.UNIT
+            low = low_ptr if sizes.LOW == 0 else low_ptr + row * low_stride + k.to(tl.int64) * low_k_stride
+            tile = load_leaf(leaf_ptr, z_stride, low, out_ptr, leaf.out_stride, out, token, vocab_size, r, R, sizes.LOW)
+            tile = add_bias(tile, terms, number, sizes.RANK, sizes.ROWS)
             key = token if begin is None else token + begin
-            log_q = allow(mixture(tile, weights, norm), allowed_ptr, words, row * num_drafts + k, key, mask)
-            if cache_ptr is not None:
-                log_q = rounded(log_q, cache_ptr)
-                cached = (slot if begin is None else row) * cache_stride + k.to(tl.int64) * cache_k_stride
-                tl.store(cache_ptr + cached + token, log_q, mask=mask & (slot >= 0))
+            log_q = allow(mixture(tile, weights, norm), requests, row * num_drafts + k, key, mask)
+            if cache.ptr is not None:
+                log_q = rounded(log_q, cache.ptr)
+                cached = (slot if begin is None else row) * cache.stride + k.to(tl.int64) * cache.k_stride
+                tl.store(cache.ptr + cached + token, log_q, mask=mask & (slot >= 0))
             none = tl.full([], 0.0, tl.float32)
             top, first, second = add_moments(log_q, scale, none + float("-inf"), none, none)
             value, index = NOISED_ARGMAX(
                 log_q, key, mask, seed, pos + k, temperature, IS_DRAFTING=False, USE_FP64=USE_FP64
             )
-            chosen = block * BLOCK + index
-            message = evidence(leaf, z_stride, low, out_ptr, out_stride, chosen, norm, r, R, LOW)
-            at = record_ptr + (block * batch + row) * (RECORD + R)
+            chosen = block * sizes.BLOCK + index
+            message = evidence(leaf_ptr, z_stride, low, out_ptr, leaf.out_stride, chosen, norm, r, R, sizes.LOW)
+            at = buffers.record_ptr + (block * batch + row) * (RECORD + R)
             keep_record(at, value, chosen if begin is None else chosen + begin, top, first, second, message, R)
 
 
@@ -283,9 +296,8 @@ def nominate(record_ptr, nominee_ptr, num_blocks, R: tl.constexpr, BLOCKS: tl.co
     do_not_specialize_on_alignment=["slot_ptr", "token_ptr", "confidence_ptr"],
 )
 def choose(
-    record_ptr, inner_ptr, program_ptr, state_ptr, slot_ptr, temperature_ptr,
-    token_ptr, token_stride, confidence_ptr, confidence_stride,
-    k, num_drafts, num_inner, r, count,
+    record_ptr, state_ptr, inner_ptr, program_ptr, slot_ptr, temperature_ptr,
+    token_ptr, token_stride, confidence_ptr, confidence_stride, k, num_drafts, num_inner, r, count,
     DRAW: tl.constexpr, R: tl.constexpr, DEPTH: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Write draft k and its confidence from the records of all blocks or ranks, and the state at draft k + 1."""
@@ -306,10 +318,7 @@ def choose(
 
 
 @triton.jit(do_not_specialize=["num_drafts"], do_not_specialize_on_alignment=["slot_ptr"])
-def spread(
-    log_q_ptr, slot_ptr, cache_ptr, cache_stride, cache_k_stride,
-    num_drafts, rows, width, vocab_size, BLOCK: tl.constexpr,
-):  # fmt: skip
+def spread(log_q_ptr, slot_ptr, cache, num_drafts, rows, width, vocab_size, BLOCK: tl.constexpr):
     """Write conditionals [ranks, B, K, width] of all ranks, `rows` columns each, to the cache."""
     block, k, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = tl.load(slot_ptr + row).to(tl.int64)
@@ -318,7 +327,7 @@ def spread(
     rank = (token // rows).to(tl.int64)
     at = ((rank * tl.num_programs(2) + row) * num_drafts + k) * width + token % rows
     log_q = tl.load(log_q_ptr + at, mask=mask, other=0.0)
-    tl.store(cache_ptr + slot * cache_stride + k.to(tl.int64) * cache_k_stride + token, log_q, mask=mask)
+    tl.store(cache.ptr + slot * cache.stride + k.to(tl.int64) * cache.k_stride + token, log_q, mask=mask)
 
 
 @triton.jit(
@@ -326,46 +335,38 @@ def spread(
     do_not_specialize_on_alignment=["slot_ptr", "pos_ptr", "token_ptr", "confidence_ptr", "first_ptr"],
 )
 def draft_rows(
-    leaf_ptr, leaf_stride, k_stride, z_stride,
-    first_ptr, source_ptr, target_ptr, target_k_stride, target_stride,
-    evidence_ptr, root_ptr, inner_ptr, program_ptr,
-    slot_ptr, temperature_ptr, seed_ptr, pos_ptr, allowed_ptr, words,
-    token_ptr, token_stride, confidence_ptr, confidence_stride,
-    cache_ptr, cache_stride, cache_k_stride,
-    num_drafts, num_inner, r, vocab_size,
-    NOISED_ARGMAX: tl.constexpr, DRAW: tl.constexpr, USE_FP64: tl.constexpr,
-    R: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-    UNIT: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr,
+    leaf, leaf_stride, k_stride, z_stride, first_ptr, bias, circuit, requests, slot_ptr, pos_ptr,
+    token_ptr, token_stride, confidence_ptr, confidence_stride, cache, num_drafts, num_inner, r, vocab_size,
+    NOISED_ARGMAX: tl.constexpr, DRAW: tl.constexpr, USE_FP64: tl.constexpr, sizes: tl.constexpr,
+    DEPTH: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """All drafts of one request; a leaf of one block is read once and stays in registers.
-
-    RANK: of the bias of the token before; 0: none, and its pointers are None.
-    """
+    """All drafts of one request; a leaf of one block is read once and stays in registers."""
     row = tl.program_id(0).to(tl.int64)
-    slot, temperature, scale, seed, pos = request(slot_ptr, temperature_ptr, seed_ptr, pos_ptr, row, DRAW)
-    inner_ptr += row * num_inner * r * r
-    message = machine.load_vector(evidence_ptr + row * r, r, R)
-    weights, stack = start(message, root_ptr, inner_ptr, program_ptr, row, r, R, DEPTH)
-    leaf_ptr += row * leaf_stride * UNIT
-    z_stride *= UNIT
-    in_block = tl.arange(0, BLOCK)
-    if RANK > 0:
+    R: tl.constexpr = sizes.R
+    slot, temperature, scale, seed, pos = request(requests, slot_ptr, pos_ptr, row, DRAW)
+    inner_ptr = circuit.inner_ptr + row * num_inner * r * r
+    message = machine.load_vector(circuit.evidence_ptr + row * r, r, R)
+    weights, stack = start(circuit, message, inner_ptr, row, r, R, DEPTH)
+    first_leaf = leaf.ptr + row * leaf_stride * sizes.UNIT
+    z_stride *= sizes.UNIT
+    in_block = tl.arange(0, sizes.BLOCK)
+    if sizes.RANK > 0:
         before = tl.load(first_ptr + row).to(tl.int64)
     for k in range(num_drafts):
-        leaf = leaf_ptr + k * k_stride * UNIT
-        source, target = source_ptr, target_ptr
-        if RANK > 0:
-            source += before * RANK
-            target += target_k_stride.to(tl.int64) * k
+        leaf_ptr = first_leaf + k * k_stride * sizes.UNIT
+        source, target = bias.source_ptr, bias.target_ptr
+        if sizes.RANK > 0:
+            source += before * sizes.RANK
+            target += bias.k_stride.to(tl.int64) * k
         top = tl.full([R], float("-inf"), tl.float32)
         total = tl.full([R], 0.0, tl.float32)
         if BLOCKS == 1:
-            tile = load_biased(leaf, z_stride, source, target, target_stride, in_block, vocab_size, r, R, RANK, CHUNK)
+            tile = load_biased(leaf_ptr, z_stride, source, target, bias.stride, in_block, vocab_size, r, CHUNK, sizes)
             top, total = add_block(tile, top, total)
         else:
             for block in range(BLOCKS):
-                token = block * BLOCK + in_block
-                tile = load_biased(leaf, z_stride, source, target, target_stride, token, vocab_size, r, R, RANK, CHUNK)
+                token = block * sizes.BLOCK + in_block
+                tile = load_biased(leaf_ptr, z_stride, source, target, bias.stride, token, vocab_size, r, CHUNK, sizes)
                 top, total = add_block(tile, top, total)
         norm = machine.finite(top) + tl.log(total)
 
@@ -374,14 +375,14 @@ def draft_rows(
         q_top = tl.full([], float("-inf"), tl.float32)
         first, second = tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
         for block in range(BLOCKS):
-            token = block * BLOCK + in_block
+            token = block * sizes.BLOCK + in_block
             if BLOCKS > 1:
-                tile = load_biased(leaf, z_stride, source, target, target_stride, token, vocab_size, r, R, RANK, CHUNK)
+                tile = load_biased(leaf_ptr, z_stride, source, target, bias.stride, token, vocab_size, r, CHUNK, sizes)
             mask = token < vocab_size
-            log_q = allow(mixture(tile, weights, norm), allowed_ptr, words, row * num_drafts + k, token, mask)
-            if cache_ptr is not None:
-                log_q = rounded(log_q, cache_ptr)
-                cached = cache_ptr + slot * cache_stride + k * cache_k_stride
+            log_q = allow(mixture(tile, weights, norm), requests, row * num_drafts + k, token, mask)
+            if cache.ptr is not None:
+                log_q = rounded(log_q, cache.ptr)
+                cached = cache.ptr + slot * cache.stride + k * cache.k_stride
                 tl.store(cached + token, log_q, mask=mask & (slot >= 0))
             q_top, first, second = add_moments(log_q, scale, q_top, first, second)
             value, index = NOISED_ARGMAX(
@@ -389,12 +390,14 @@ def draft_rows(
             )
             is_better = value > largest
             largest = tl.where(is_better, value, largest)
-            chosen = tl.where(is_better, (block * BLOCK + index).to(tl.int64), chosen)
+            chosen = tl.where(is_better, (block * sizes.BLOCK + index).to(tl.int64), chosen)
 
         tl.store(token_ptr + row * token_stride + k, chosen)
         tl.store(confidence_ptr + row * confidence_stride + k, confidence(first, second, temperature, DRAW))
         if k + 1 < num_drafts:
-            message = evidence(leaf, z_stride, None, None, None, chosen, norm, r, R, 0)
-            if RANK > 0:
+            message = evidence(leaf_ptr, z_stride, None, None, None, chosen, norm, r, R, 0)
+            if sizes.RANK > 0:
                 before = chosen
-            weights, stack = machine.advance(program_ptr, k + 2, weights, stack, message, inner_ptr, r, R, DEPTH)
+            weights, stack = machine.advance(
+                circuit.program_ptr, k + 2, weights, stack, message, inner_ptr, r, R, DEPTH
+            )

@@ -29,6 +29,15 @@ def load_low(low_ptr, begin, r, R: tl.constexpr, LOW: tl.constexpr):
 
 
 @triton.jit
+def move_out(leaf, k, LOW: tl.constexpr):
+    """Pointer to the rows of out [LOW, V] of a draft; None without."""
+    out_ptr = leaf.out_ptr
+    if LOW > 0:
+        out_ptr += k * leaf.out_k_stride
+    return out_ptr
+
+
+@triton.jit
 def load_out(out_ptr, out_stride, begin, token, vocab_size, LOW: tl.constexpr):
     """Rows [LOW_CHUNK, BLOCK] of out [LOW, V]; LOW 0: 0."""
     out = 0
@@ -74,28 +83,22 @@ def evidence(
 
 
 @triton.jit
-def load_bias(
-    before_ptr, before_stride, source_ptr, target_ptr, target_k_stride, target_stride,
-    k, begin, batch, token, vocab_size, RANK: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Bias [ROWS, BLOCK] float32 of the tokens before (`kernels/bigram.py`) of the requests from `begin` on; RANK 0: 0.
-
-    source_ptr: W1 [V, RANK]; target_ptr: W2 [K, RANK, V].
-    """
-    bias = 0.0
-    if RANK > 0:
-        target_ptr += k.to(tl.int64) * target_k_stride
-        row = begin + tl.arange(0, ROWS)
+def load_bias(bias, before_ptr, before_stride, k, begin, batch, token, vocab_size, sizes: tl.constexpr):
+    """Bias [ROWS, BLOCK] float32 of the tokens before of the requests from `begin` on; RANK 0: 0."""
+    terms = 0.0
+    if sizes.RANK > 0:
+        target_ptr = bias.target_ptr + k.to(tl.int64) * bias.k_stride
+        row = begin + tl.arange(0, sizes.ROWS)
         before = tl.load(before_ptr + row * before_stride, mask=row < batch, other=0).to(tl.int64)
-        bias = tl.zeros([ROWS, token.shape[0]], tl.float32)
-        for low in range(0, RANK, LOW_CHUNK):
+        terms = tl.zeros([sizes.ROWS, token.shape[0]], tl.float32)
+        for low in range(0, sizes.RANK, LOW_CHUNK):
             j = low + tl.arange(0, LOW_CHUNK)
-            mask = (row[:, None] < batch) & (j[None, :] < RANK)
-            given = tl.load(source_ptr + before[:, None] * RANK + j[None, :], mask=mask, other=0.0)
-            taken = load_out(target_ptr, target_stride, low, token, vocab_size, RANK)
+            mask = (row[:, None] < batch) & (j[None, :] < sizes.RANK)
+            given = tl.load(bias.source_ptr + before[:, None] * sizes.RANK + j[None, :], mask=mask, other=0.0)
+            taken = load_out(target_ptr, bias.stride, low, token, vocab_size, sizes.RANK)
             given = given.to(tl.float32) if WIDEN else given
-            bias = tl.dot(given, taken, bias, input_precision="ieee")
-    return bias
+            terms = tl.dot(given, taken, terms, input_precision="ieee")
+    return terms
 
 
 @triton.jit
@@ -109,19 +112,19 @@ def add_bias(tile, bias, index, RANK: tl.constexpr, ROWS: tl.constexpr):
 @triton.jit
 def load_biased(
     leaf_ptr, z_stride, source_ptr, target_ptr, target_stride, token, vocab_size, r,
-    R: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, sizes: tl.constexpr,
 ):  # fmt: skip
     """A tile, with the bias W1[before] W2_k of a bigram (`kernels/bigram.py`), products in float32; RANK 0: none.
 
     source_ptr: the row of W1 [RANK] of the token before; target_ptr: W2_k [RANK, V], read CHUNK rows at a time.
     """
-    tile = load_tile(leaf_ptr, z_stride, token, vocab_size, r, R)
-    if RANK > 0:
+    tile = load_tile(leaf_ptr, z_stride, token, vocab_size, r, sizes.R)
+    if sizes.RANK > 0:
         bias = tl.zeros_like(token).to(tl.float32)
-        for low in range(0, RANK, CHUNK):
+        for low in range(0, sizes.RANK, CHUNK):
             j = low + tl.arange(0, CHUNK)
-            given = tl.load(source_ptr + j, mask=j < RANK, other=0.0).to(tl.float32)
-            mask = (j[:, None] < RANK) & (token[None, :] < vocab_size)
+            given = tl.load(source_ptr + j, mask=j < sizes.RANK, other=0.0).to(tl.float32)
+            mask = (j[:, None] < sizes.RANK) & (token[None, :] < vocab_size)
             taken = tl.load(target_ptr + j[:, None].to(tl.int64) * target_stride + token[None, :], mask=mask, other=0.0)
             bias += tl.sum(given[:, None] * taken.to(tl.float32), axis=0)
         tile += bias[None, :]

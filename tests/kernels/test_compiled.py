@@ -1,21 +1,269 @@
-"""Every kernel compiled for GPUs that are not there; nothing is compiled once requests are served."""
+"""Every kernel compiled for GPUs that are not there.
+
+A stand-in for Triton's driver names the chip. The launchers of `kernels/` are called with tensors on torch's meta
+device, so Triton's own binder sees the dtypes, strides and sizes of serving and selects specialisations (pointers
+are aligned, as allocated ones are). `variants` notes what would be compiled and launches nothing; `row_of` compiles it
+with the ptxas of Triton's wheel. vLLM is not imported: its noise and our kernel that imports vLLM are read as files.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
-from collections.abc import Callable
-from dataclasses import replace
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.driver import driver
 
-from tests.support import forks
-from tests.support.interpreted import launched_kernels
+from vllm_mtpc.circuits import CIRCUITS, get_circuit
+from vllm_mtpc.kernels.bigram import Bigram
+from vllm_mtpc.kernels.draft import SMALL_VOCAB
+from vllm_mtpc.kernels.draft.kernel import CircuitDrafter
+from vllm_mtpc.kernels.low_rank import LowRank
+from vllm_mtpc.kernels.shard import Shard
+
+ROOT = Path(__file__).parents[2]
+META = torch.device("meta")
+SHARED = 99 << 10  # bytes that a block may have on GPUs of 8.6 and 8.9; those of 8.0, 9.0 and 10.0 have more
+HALF, WHOLE, INT, LONG = torch.bfloat16, torch.float32, torch.int32, torch.int64
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel as it would be compiled."""
+
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[tuple[int, ...], Any]
+    attributes: dict[tuple[int, ...], Any]
+    options: dict[str, Any]
+
+
+# An entry of Triton's cache of compiled kernels: the next launch of the variant does nothing.
+NOTHING = SimpleNamespace(run=lambda *_: None, launch_metadata=lambda *_: None, function=None, packed_metadata=None)
+
+
+def variants(call: Callable[[], Any], chip: int = 90) -> dict[tuple[str, str], Variant]:
+    """Return the variants that a call would compile, by kernel name and Triton's key; nothing is launched."""
+    found: dict[tuple[str, str], Variant] = {}
+
+    def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        (attributes,) = compile["configs"]
+        options = json.loads(compile["specialization_data"])["options"]
+        options = {name: options[name] for name in ("num_warps", "num_stages", "maxnreg")}
+        what = (compile["signature"], compile["constants"], attributes, options)
+        found[fn.name, compile["key"]] = Variant(fn.jit_function, *what)
+        fn.jit_function.device_caches[chip][0][compile["key"]] = NOTHING
+        return True  # handled: Triton neither compiles nor launches
+
+    stand_in = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", chip, 32),
+        get_current_device=lambda: chip,  # chips are cached apart
+        get_current_stream=lambda device: 0,
+    )
+    with pytest.MonkeyPatch.context() as patch, knobs.runtime.scope():
+        patch.setattr(driver, "_active", stand_in)
+        knobs.runtime.jit_cache_hook = note
+        call()
+    for (_, key), variant in found.items():
+        del variant.kernel.device_caches[chip][0][key]
+    return found
+
+
+def _read(path: Path) -> ModuleType:
+    """A module that imports vLLM's Triton, with Triton itself and without vLLM."""
+    stands = {
+        "vllm.triton_utils": SimpleNamespace(tl=triton.language, triton=triton),
+        "vllm.v1.worker.gpu.input_batch": SimpleNamespace(InputBatch=object),
+        "vllm.v1.attention.backends.utils": SimpleNamespace(PAD_SLOT_ID=-1),
+    }
+    spec = importlib.util.spec_from_file_location(f"compiled_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, stand in stands.items():
+            patch.setitem(sys.modules, name, stand)
+        spec.loader.exec_module(module)
+    return module
+
+
+def vllms_gumbel() -> ModuleType:
+    folder = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
+    return _read(folder / "v1" / "worker" / "gpu" / "sample" / "gumbel.py")
+
+
+def empty(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def last_of(ranks: int, vocab: int) -> Shard:
+    """What vLLM leaves the last of `ranks` of an lm_head, filled up to a multiple of 64."""
+    return Shard(ranks - 1, ranks, vocab, lambda own: own.repeat(ranks, 1), -(-vocab // 64) * 64)
+
+
+def draft(
+    noise, name, sizes, drafts=None, dtype=HALF, draw=True, use_fp64=False, ranks=1, token_rank=0, low=0, masked=False
+) -> None:
+    """The draft kernel on two requests of sizes n, r, V; leaf, cache and bigram have a dtype; on the last rank.
+
+    low: rank of the components' differences; the leaves then begin with x_1.
+    """
+    n, r, vocab = sizes
+    drafts = drafts or n - 1
+    circuit = get_circuit(name, n, r)
+    shard = last_of(ranks, vocab) if ranks > 1 else None
+    drafter = CircuitDrafter(circuit.program, r, vocab, META, noise, use_fp64, shard=shard)
+    width = shard.rows if shard else vocab
+    leaf = empty(2, drafts + bool(low), 1 if low else r, width, dtype=dtype)
+    differences = LowRank(empty(2, 1 + drafts, r, low, dtype=dtype), empty(1 + drafts, low, width, dtype=dtype))
+    bigram = None
+    if token_rank:
+        bigram = Bigram(empty(vocab, token_rank, dtype=dtype), empty(n - 1, token_rank, vocab, dtype=dtype))
+    drafter(
+        None if low else empty(2, r, dtype=WHOLE),
+        leaf,
+        empty(2, r, dtype=WHOLE),
+        empty(2, circuit.num_inner, r, r, dtype=WHOLE),
+        empty(2, dtype=LONG),
+        bigram,
+        differences if low else None,
+        slots=empty(2, dtype=LONG),
+        temperature=empty(64, dtype=WHOLE),
+        seeds=empty(64, dtype=LONG),
+        pos=empty(2, dtype=LONG),
+        tokens=empty(64, n - 1, dtype=LONG)[:2, :drafts],
+        confidences=empty(64, n - 1, dtype=WHOLE)[:2, :drafts],
+        cache=empty(64, n - 1, vocab, dtype=dtype) if draw else None,
+        allowed=empty(2, drafts, -(-vocab // 32), dtype=INT) if masked else None,
+        draw=draw,
+    )
+
+
+def leaves(r: int, vocab: int, hidden: int, batch: int, dtype: torch.dtype = HALF) -> None:
+    from vllm_mtpc.kernels.leaf import kernel
+
+    states, weight = empty(batch, hidden, dtype=dtype), empty(r, vocab, hidden, dtype=dtype)
+    kernel.terms(states, weight, empty(batch, dtype=LONG))
+
+
+def filters(name: str, n: int, r: int, dtype: torch.dtype = WHOLE, is_trained: bool = True) -> None:
+    """Forward, and with a tape and backward, on what has a dtype; 128 components have no backward kernel."""
+    from vllm_mtpc.kernels.filter import kernel
+
+    circuit = get_circuit(name, n, r)
+    sums = empty(64, r, dtype=dtype), empty(64, circuit.num_inner, r, r, dtype=dtype)
+    evidence = empty(64, n, r, dtype=dtype)
+    kernel.filter_weights(circuit.program, evidence, *sums)
+    if is_trained:
+        weights = kernel.filter_weights(circuit.program, evidence.requires_grad_(), *sums)
+        weights.backward(torch.empty_like(weights))
+
+
+def coupled(vocab: int, width: int) -> None:
+    """What drafts and verifies coupled tokens: PTP's number, the token it falls on, how many drafts are kept."""
+    from vllm_mtpc.kernels.couple import kernel as couple
+    from vllm_mtpc.kernels.pick import kernel as pick
+    from vllm_mtpc.kernels.uniform import kernel as uniform
+
+    u = uniform.uniform(empty(24, dtype=LONG), empty(24, dtype=LONG))
+    pick.pick(empty(24, vocab, dtype=WHOLE), u)
+    state = empty(24, dtype=INT), empty(24, dtype=LONG), empty(64, dtype=LONG), empty(64, dtype=WHOLE)
+    for dtype, trust in ((HALF, None), (WHOLE, None), (HALF, 0.8), (WHOLE, 0.8)):
+        pick.select_tokens(empty(24, vocab, dtype=dtype), *state, trust)
+    rows, begins = (empty(24, dtype=LONG), empty(24, dtype=INT)), empty(4, dtype=INT)
+    kept, count = couple.accept(*rows, begins, width)
+    couple.accept(*rows, begins, width, (empty(3, dtype=INT), kept, count))
+
+
+def gathered() -> None:
+    counts, slots, last, given = (empty(*shape, dtype=INT) for shape in ((3,), (3,), (64, 1), (1, 64)))
+    ends, long, table = empty(65, dtype=INT), empty(64, dtype=LONG), empty(64, 128, dtype=INT)
+    gather = _read(ROOT / "proposers" / "v2" / "gather.py")
+    read = long, long, empty(64, dtype=WHOLE), long, empty(64, 4096, dtype=HALF), 4096
+    filled = long, long, long, slots, empty(64, dtype=WHOLE), long, empty(64, 4096, dtype=HALF)
+    for block in (0, 1024):
+        gather.gather_inputs[(64,)](
+            ends[1:], counts, counts, slots, last.long(), 1, given, 1, *read, *filled, 3, 3, 4096, BLOCK=block
+        )
+    gather.place_query_rows[(3,)](long[:3], long, long, table, 128, long, long, ends, 16, 8192, 8, PAD=-1, BLOCK=8)
+
+
+# Other numbers of drafts, dtypes and options that a circuit is served with, and leaves that look at the token before
+DRAFTED: dict[str, dict[str, Any]] = {
+    "K=2": {"drafts": 2},
+    "float32": {"dtype": WHOLE},
+    "argmax": {"draw": False},
+    "masked": {"masked": True},
+    "float64": {"use_fp64": True},
+    "token 32": {"token_rank": 32},
+    "token 64": {"token_rank": 64},
+    "token 64, float32": {"token_rank": 64, "dtype": WHOLE},
+    "token 64, argmax": {"token_rank": 64, "draw": False},
+    "token 64, float64": {"token_rank": 64, "use_fp64": True},
+}
+IN_BLOCKS: dict[str, dict[str, Any]] = {
+    "2 ranks": {"drafts": 2, "ranks": 2},
+    "8 ranks": {"drafts": 2, "ranks": 8},
+    "8 ranks, masked": {"drafts": 2, "ranks": 8, "masked": True},
+    "token 64, 2 ranks": {"ranks": 2, "token_rank": 64},
+    "low rank 16": {"low": 16},
+    "low rank 64, float64": {"low": 64, "use_fp64": True},
+    "low rank 16, float32, token 32": {"low": 16, "dtype": WHOLE, "token_rank": 32},
+}
+
+
+def served() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield a name and a call that launches it for every served shape."""
+    noise, last = vllms_gumbel().gumbel_noised_argmax, [name for name in CIRCUITS if name != "ff"][-1]
+    heads = {"demo": (8, 8, 257), "EvaByte": (16, 32, 320), "Llama": (8, 8, 128_256), "Qwen": (8, 8, 151_936)}
+    for model, sizes in heads.items():
+        alone = (sizes[0], 1, sizes[2])  # one component
+        for name in CIRCUITS:
+            yield f"{model} {name}", partial(draft, noise, name, alone if name == "ff" else sizes)
+        yield f"{model} ff, token 256", partial(draft, noise, "ff", alone, token_rank=256)
+        for what, options in (DRAFTED | IN_BLOCKS if sizes[2] > SMALL_VOCAB else DRAFTED).items():
+            yield f"{model} {last}, {what}", partial(draft, noise, last, sizes, **options)
+    for model, leaf in {"demo": (8, 257, 128), "EvaByte": (32, 320, 4096), "Llama": (1, 128_256, 4096)}.items():
+        for batch in (2, 17, 64):
+            yield f"{model} B={batch}", partial(leaves, *leaf, batch)
+            yield f"{model} B={batch}, float32", partial(leaves, *leaf, batch, WHOLE)
+    for n, r in ((8, 8), (16, 32), (16, 64)):
+        for name in CIRCUITS:
+            yield f"training {name} n={n} r={r}", partial(filters, name, n, 1 if name == "ff" else r)
+    yield "128 components", partial(draft, noise, last, (16, 128, 320))
+    yield "128 components, circuit alone", partial(filters, last, 16, 128, is_trained=False)
+    yield "training bfloat16", partial(filters, last, 8, 8, HALF)
+    for vocab in (257, 320, 128_256, 151_936):
+        yield f"PTP V={vocab}", partial(coupled, vocab, 8)
+    yield "rows", gathered
+
+
+def row_of(variant: Variant, chip: int) -> dict[str, int]:
+    """Compile a kernel; return its registers and bytes of the stack (spills) per thread, and shared bytes."""
+    source = ASTSource(variant.kernel, variant.signature, variant.constants, variant.attributes)
+    built = triton.compile(source, target=GPUTarget("cuda", chip, 32), options=variant.options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        said = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", said).groups())
+    return {"registers": registers, "spilled": stack, "shared": built.metadata.shared}
+
 
 # One of each kernel, at the sizes with most in registers; the other circuits are the same code with a smaller stack,
 # and kernels without tokens, draws or ranks a part of those with them.
@@ -33,149 +281,30 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-def check(chip: int, names: tuple[str, ...] = ()) -> None:
-    from tests.support import compiled
-
-    rows = list(compiled.rows(chip, names))
-    assert {row["kernel"] for row in rows} == launched_kernels("kernels", "proposers")
-    assert not [row for row in rows if row["spilled"] or row["shared"] > compiled.SHARED]
-    assert max(row["registers"] for row in rows if row["kernel"] == "draft_rows") <= 128, "two instances at once"
-
-
-def test_every_kernel_compiles_and_does_not_spill() -> None:
-    """The interpreter takes more than the compiler does; Triton compiles for a GPU without one."""
-    check(90, QUICK)
+def launched_kernels(*folders: str) -> set[str]:
+    """Names of the jit functions that the sources in these folders of the repository launch."""
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    kernels = set(re.findall(r"@triton\.jit(?:\([^)]*\))?\s+def (\w+)", text))
+    return kernels & set(re.findall(r"\b(\w+)\[\(", text))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("chip", [80, 90, 100])
-def test_all_served_shapes_compile_on_all_chips(chip: int) -> None:
-    check(chip)
-
-
-def test_readme_has_the_table_of_the_kept_file() -> None:
-    from tests.support.compiled import KEPT, README, in_readme
-
-    assert README.read_text() == in_readme(README.read_text(), json.loads(KEPT.read_text()))
+@pytest.mark.parametrize(
+    "chip, names", [(90, QUICK), *(pytest.param(chip, (), marks=pytest.mark.slow) for chip in (80, 90, 100))]
+)
+def test_every_kernel_compiles_and_does_not_spill(chip: int, names: tuple[str, ...]) -> None:
+    """The interpreter takes more than the compiler does; Triton compiles without a GPU. No names: all shapes."""
+    found: dict[tuple[str, str], Variant] = {}
+    for name, call in served():
+        if not names or name in names:
+            found |= variants(call, chip)
+    rows = [(variant.kernel.__name__, row_of(variant, chip)) for variant in found.values()]
+    assert {kernel for kernel, _ in rows} == launched_kernels("kernels", "proposers")
+    assert not [row for row in rows if row[1]["spilled"] or row[1]["shared"] > SHARED]
+    assert max(row["registers"] for kernel, row in rows if kernel == "draft_rows") <= 128, "two instances at once"
 
 
 def test_spill_is_found_by_the_check() -> None:
-    from tests.support import compiled
-
-    variant = next(iter(compiled.variants(lambda: compiled.filters("cp", 8, 8)).values()))
+    variant = next(iter(variants(lambda: filters("cp", 8, 8)).values()))
     squeezed = replace(variant, options={**variant.options, "maxnreg": 24})
-    assert compiled.row_of(variant, 90)["spilled"] == 0 < compiled.row_of(squeezed, 90)["spilled"]
-
-
-BYTES, SUBWORDS = {"vocab_size": 257, "hidden_size": 128}, {"vocab_size": 128_256, "hidden_size": 4096}
-# 16,040 columns a rank, no multiple of 16
-DIVIDED = {"vocab_size": 128_264, "hidden_size": 4096, "expander_rank": 64}
-HEADS: dict[str, dict[str, int]] = {  # the kind of head, and its sizes and options
-    "linear": BYTES,
-    "linear, tokens": {**BYTES, "token_rank": 32},
-    "shared": {**SUBWORDS, "expander_rank": 64},
-    "shared, tokens": {**SUBWORDS, "expander_rank": 64, "token_rank": 32},
-    "shared, low rank, tokens": {**SUBWORDS, "expander_rank": 64, "token_rank": 32, "component_rank": 16},
-    "shared, 8 ranks": DIVIDED,
-    "shared, 8 ranks, tokens": {**DIVIDED, "token_rank": 32},
-    "shared, 8 ranks, low rank": {**DIVIDED, "component_rank": 16},
-}
-
-
-@pytest.mark.parametrize("name", [*HEADS, "coupling"])
-def test_nothing_is_compiled_while_serving(name: str) -> None:
-    """What the speculator or the verifier launches before the first request, then batches up to 1,024 requests."""
-    warm, new = forks.call("v1", "tests.kernels.test_compiled:_count", name)
-    assert warm and not new
-
-
-def _count(name: str) -> tuple[list[str], list[str]]:
-    """Variants that the warm-up compiles, and those that serving needs next to them."""
-    from tests.support.compiled import META, variants
-
-    start, serve = _coupling() if name == "coupling" else _drafting(name)
-    torch.Tensor.is_cuda = True  # for good: this process ends with the answer
-    torch.Tensor.tolist = lambda tensor: torch.empty_like(tensor, device="cpu").zero_().numpy().tolist()
-    # tensors of the GPU are made on META
-    torch.arange, torch.tensor = (_on(META, function) for function in (torch.arange, torch.tensor))
-    with torch.inference_mode():
-        warm, served = variants(start), variants(serve)
-    return [str(key) for key in warm], [str(key) for key in served.keys() - warm.keys()]
-
-
-def _on(device: torch.device, function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *arguments, **given: function(*arguments, **given | {"device": device})
-
-
-def _coupling() -> tuple[Callable[[], None], Callable[[], None]]:
-    from tests.support.compiled import INT, LONG, META, empty
-    from vllm_mtpc.kernels import couple
-
-    def serve(width: int = 8) -> None:
-        for requests in (*range(1, 40), 257, 1024):
-            rows, begins = empty(requests * width, dtype=LONG), empty(requests + 1, dtype=INT)
-            kept, count = couple.accept(rows, rows.int(), begins, width)
-            couple.accept(rows, rows.int(), begins, width, (count > 0, kept, count))
-
-    return partial(couple.warm_up, 8, META), serve
-
-
-def _drafting(name: str) -> tuple[Callable[[], None], Callable[[], None]]:
-    """The warm-up of a speculator on the meta device, and drafting of all batches that it divides otherwise."""
-    from tests.support.compiled import HALF, LONG, META, last_of, vllms_gumbel
-    from vllm_mtpc.config.mtpc_config import HeadConfig
-    from vllm_mtpc.heads import build_head
-    from vllm_mtpc.plan.draft_schedule import expand_schedule
-    from vllm_mtpc.proposers.options.draft_memory import gathered_rows, rows_at_once
-    from vllm_mtpc.proposers.v2 import speculator as module
-    from vllm_mtpc.proposers.worker import grammar_masks
-
-    sizes, zeros = HEADS[name], partial(torch.zeros, device=META)
-    target = {"model_type": "llama", "vocab_size": sizes["vocab_size"], "hidden_size": sizes["hidden_size"]}
-    given = {"head": name.partition(",")[0], "circuit": "btree", "window": 8, "num_components": 8}
-    given |= {key: value for key, value in sizes.items() if key not in target}
-    with META:
-        head = build_head(HeadConfig.create(target=target, verifier="../target", **given)).bfloat16()
-    if head.needs_lm_head:
-        shard = last_of(8, sizes["vocab_size"]) if "ranks" in name else None
-        width = shard.rows if shard else sizes["vocab_size"]
-        head.bind_lm_head(lambda states: states.new_empty(*states.shape[:-1], width), shard)
-
-    gumbel = vllms_gumbel()
-    module.gumbel_noised_argmax = gumbel.gumbel_noised_argmax
-    module.async_tensor_h2d = lambda data, *_: torch.as_tensor(data).to(META)
-    served = object.__new__(module.MtpcSpeculator)
-    served.max_num_reqs, served.num_speculative_steps, served.use_fp64_gumbel, served.is_drawn = 1024, 7, False, True
-    served.model, served.device = head, META
-    served.drafter = served._make_drafter(head)
-    served.drafts_by_batch = expand_schedule([(1, 32, 7), (33, 256, 3), (257, 1024, 1)], 1024, 7)
-    in_blocks = not served.drafter.one_launch
-    served.rows_at_once = rows_at_once(head, served.drafts_by_batch, 7, HALF, in_blocks=in_blocks)
-    served.gathered_rows = gathered_rows(head, 7, HALF, True)
-    served.gathering = (whole := head.undivided()), served._make_drafter(whole)
-    served.device = torch.device("cuda")
-    served.idx_mapping, served.seeds, served.first_tokens, served.noise_pos = zeros(4, 1024, dtype=LONG)
-    served.temperature, served.draft_token_confidence_probs = zeros(1024), zeros(1024, 7)
-    served.hidden_states = zeros(1024, sizes["hidden_size"], dtype=HALF)
-    served.draft_tokens = zeros(1024, 7, dtype=LONG)
-    served.draft_logits = zeros(1024, 7, sizes["vocab_size"], dtype=HALF)
-    bits = torch.zeros(1024, -(-sizes["vocab_size"] // 32), dtype=torch.int32)
-    follower = grammar_masks.Follower(Mock(is_terminated=lambda: False))
-    served.structured = SimpleNamespace(
-        masks=lambda names, slots, counts, drafts: (
-            grammar_masks.Masks(bits, dict.fromkeys(range(len(names)), follower)),
-            drafts.tolist(),
-        )
-    )
-    batch = SimpleNamespace(req_ids=["r"] * 1024)
-    # Triton specialises 1 and multiples of 16: of batches, and of the part of one that is drafted last
-    steps = set(served.rows_at_once.values())
-    last = {end + rest for step in steps for end in range(step, 1024, step) for rest in (0, 1, 2, 16)}
-
-    def serve() -> None:
-        for num_reqs in {*range(1, 65), 256, 257, *last, 1024} & {*range(1025)}:
-            served._generate_draft(num_reqs, served.drafts_by_batch[num_reqs])
-        for num_reqs in (1, 2, 3, 16, 40):  # under a grammar
-            served._generate_masked_draft(batch, [*range(num_reqs)], served.noise_pos, served.drafts_by_batch[num_reqs])
-
-    return served._warm_up, serve
+    assert row_of(variant, 90)["spilled"] == 0 < row_of(squeezed, 90)["spilled"]

@@ -6,35 +6,173 @@ The kernels are interpreted on a CPU and run natively on a GPU.
 from __future__ import annotations
 
 import struct
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy.stats import chisquare
 from torch import Tensor
 
 from tests.support import interpreted
-from tests.support.kernel_cases import CASES, INF, LARGEST, NAN, numbers, rows
-from vllm_mtpc.kernels import leaf
+from tests.support.interpreted import moved
 from vllm_mtpc.kernels.couple import naive as couple_naive
 from vllm_mtpc.kernels.leaf import naive as leaf_naive
 from vllm_mtpc.kernels.pick import pick, select_tokens
 from vllm_mtpc.kernels.pick.naive import conditional, of_mass
 from vllm_mtpc.kernels.uniform import naive, uniform
 
+
+def rows(requests: int, width: int, draft_dtype: torch.dtype = torch.int64) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Requests of 0 .. width rows and padding; few tokens, so that half of the drafts are right."""
+    generator = torch.Generator().manual_seed(requests + width)
+    count = torch.randint(width + 1, (requests,), generator=generator)
+    cu_num_logits = torch.cat([torch.zeros(1, dtype=torch.long), count.cumsum(0)]).int()
+    total = int(count.sum()) + 3
+    tokens, drafts = torch.randint(2, (2, total), generator=generator)
+    drafts[::11] = -1
+    return tokens, drafts.to(draft_dtype), cu_num_logits, width
+
+
+def with_others(requests: int, width: int) -> tuple[Any, ...]:
+    """Two of three are coupled; the others keep 7, 7, ..."""
+    others = (torch.arange(requests) % 3 > 0, torch.full((requests, width), 7), torch.full((requests,), 7).int())
+    return (*rows(requests, width), others)
+
+
+HALF, WHOLE = torch.bfloat16, torch.float32
+
+
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = WHOLE) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+
+
+def term_case(batch: int, r: int, vocab: int, hidden: int, dtype: torch.dtype) -> tuple:
+    """Arguments of `terms`: states with NaN after every row; the first and the last token, and tokens out of range."""
+    states = torch.full((batch, hidden + 3), torch.nan, dtype=dtype)[..., :hidden]
+    states.copy_(numbers(batch, hidden, dtype=dtype))
+    weight = numbers(r, vocab, hidden, seed=1) / hidden**0.5
+    token = torch.randint(vocab, (batch,), generator=torch.Generator().manual_seed(batch))
+    for row, chosen in enumerate((vocab - 1, 0, -1, vocab, vocab + 5)[:batch]):
+        token[row] = chosen
+    return states, weight.to(dtype), token
+
+
+INF, NAN = float("inf"), float("nan")
+LARGEST = 1 - 2**-24
+SIZES = [(1000, 200), (1, 1), (20, 1), (50, 17), (50, 4096), (50, 4097), (150, 13_000), (5, 150_000)]
+
+
+def draws(rows: int, vocab: int, scale: float = 3.0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows + vocab)
+    logits = torch.randn(rows, vocab, generator=generator) * scale
+    u = torch.randint(2**24, (rows,), generator=generator) * 2.0**-24
+    u[0] = LARGEST
+    return logits, u
+
+
+def holes(vocab: int = 9000) -> tuple[Tensor, Tensor]:
+    """Rows with runs of -inf: at the start, at the end, between, whole blocks, everything but one token; and NaN."""
+    logits, _ = draws(30, vocab)
+    runs = [(0, 5000), (4096, 8192), (4000, vocab), (100, 8500), (1, vocab), (0, vocab - 1)]
+    for row, (start, end) in enumerate(runs):
+        logits[5 * row : 5 * row + 5, start:end] = -INF
+    logits[20:25, 0] = -30.0  # the only token of its row
+    logits[:25:7, vocab - 1] = NAN
+    u = torch.tensor([0.0, 0.25, 0.5, 0.999, LARGEST]).repeat(6)
+    return logits, u
+
+
+def strided() -> tuple[Tensor, Tensor]:
+    """Rows with other numbers after and between them, large enough to be picked."""
+    logits, u = draws(50, 300)
+    padded = torch.full((50, 311), 1e4)
+    padded[:, :300] = logits
+    return padded[:, :300], u
+
+
+def edges() -> tuple[Tensor, Tensor]:
+    """Equal masses, u at every edge: exact in both, so no side may be chosen freely."""
+    return torch.zeros(64, 8192), torch.arange(64) / 64
+
+
+def uniforms() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    extremes = torch.tensor([-(2**63), -(2**32), -1, 0, 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1])
+    seed = torch.cat([extremes, torch.randint(-(2**63), 2**63 - 1, (5000,), generator=generator)])
+    pos = torch.cat([extremes.flip(0), torch.arange(5000)])
+    return seed, pos
+
+
+def selected(rows: int, vocab: int, trust: float | None, dtype: torch.dtype = WHOLE) -> tuple[Any, ...]:
+    """Rows of six request slots, one of them greedy; runs of -inf in every fifth row."""
+    generator = torch.Generator().manual_seed(9)
+    logits = draws(rows, vocab)[0].to(dtype)
+    logits[::5, vocab // 3 : vocab - 2] = -INF
+    slots = torch.randint(6, (rows,), generator=generator, dtype=torch.int32)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (6,), generator=generator)
+    temperature = torch.tensor([1.0, 0.5, 0.0, 1.0, 2.0, 0.7])
+    return logits, slots, torch.arange(3, 3 + rows), seeds, temperature, trust
+
+
+CASES: dict[str, tuple[str, tuple[Any, ...]]] = {  # the operation and its arguments
+    "width 8": ("couple:accept", rows(60, 8)),
+    "width 2, int32": ("couple:accept", rows(20, 2, torch.int32)),
+    "width 17": ("couple:accept", rows(40, 17)),
+    "width 1": ("couple:accept", rows(5, 1)),
+    "next to others": ("couple:accept", with_others(30, 8)),
+    "no requests": ("couple:accept", rows(0, 4)),
+    "all right": ("couple:accept", (torch.ones(9, dtype=torch.long), torch.ones(9), torch.tensor([0, 4, 8]), 4)),
+    # 64 rows of a vocabulary and up to 64 states are one tile; 128 (half precision) or 32 elements of D at a time
+    "one": ("leaf:terms", term_case(1, 1, 5, 16, WHOLE)),
+    "a block but one": ("leaf:terms", term_case(3, 2, 63, 33, WHOLE)),
+    "a block": ("leaf:terms", term_case(5, 3, 64, 32, WHOLE)),
+    "more blocks than one": ("leaf:terms", term_case(17, 2, 257, 130, HALF)),
+    "more states than a tile has": ("leaf:terms", term_case(65, 2, 70, 16, HALF)),
+    "half": ("leaf:terms", term_case(3, 2, 65, 40, torch.float16)),
+    **{f"{rows}x{vocab}": ("pick:pick", draws(rows, vocab)) for rows, vocab in SIZES},
+    "peaked": ("pick:pick", draws(200, 5000, scale=20.0)),
+    "holes": ("pick:pick", holes()),
+    "strided": ("pick:pick", strided()),
+    "edges": ("pick:pick", edges()),
+    "empty rows": ("pick:pick", (torch.tensor([[-INF] * 5000, [NAN] * 5000]), torch.tensor([0.0, LARGEST]))),
+    "bfloat16": ("pick:pick", (draws(100, 500)[0].bfloat16(), draws(100, 500)[1])),
+    "no rows": ("pick:pick", (torch.zeros(0, 7), torch.zeros(0))),
+    "alone": ("pick:pick", tuple(part[7:8] for part in draws(150, 13_000))),
+    "picks": ("pick:select_tokens", selected(80, 9000, None)),
+    "picks of bfloat16": ("pick:select_tokens", selected(40, 300, None, HALF)),
+    "no trust": ("pick:select_tokens", selected(60, 2500, 0.001)),
+    "trust": ("pick:select_tokens", selected(120, 2500, 0.87)),
+    "trust of bfloat16": ("pick:select_tokens", selected(60, 300, 0.6, HALF)),
+    "full trust": ("pick:select_tokens", selected(60, 1024, 0.9999)),
+    "uniform": ("uniform:uniform", uniforms()),
+    "int32 positions": ("uniform:uniform", (torch.arange(2000), torch.arange(2000, dtype=torch.int32))),
+    "none": ("uniform:uniform", (torch.zeros(0, dtype=torch.int64),) * 2),
+}
+
+
+def launch_all(cases: dict[str, Any], device: str) -> dict[str, Any]:
+    """Return the output of each case's kernel on the CPU."""
+    results = {}
+    for name, (operation, arguments) in cases.items():
+        module, _, function = operation.partition(":")
+        by_device = import_module(f"vllm_mtpc.kernels.{module}" + ("" if device == "cuda" else ".kernel"))
+        out = getattr(by_device, function)(*moved(arguments, device))
+        results[name] = out.cpu() if isinstance(out, Tensor) else tuple(part.cpu() for part in out)
+    return results
+
+
 torch.set_num_threads(1)
 
 EDGE, AT_EDGE = 1e-6, 1e-3  # tokens may differ where u is as close as this to an edge, in less than this share of draws
 SIGNIFICANCE, CAUGHT = 1e-4, 1e-12  # seeds are fixed: a right stream gives less than the first once in 10 000 seeds
-COUNT, DRAWS = 1 << 17, 20_000
+DRAWS = 20_000
 
 
-@pytest.fixture(scope="module")
-def outputs() -> dict[str, Any]:
-    return interpreted.launch(interpreted.launch_all, CASES)
+@pytest.fixture(scope="module", params=interpreted.INTERPRETERS)
+def outputs(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return interpreted.launch(launch_all, CASES, request.param)
 
 
 def of(operation: str, *others: str) -> pytest.MarkDecorator:
@@ -42,19 +180,14 @@ def of(operation: str, *others: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("name", names)
 
 
-@of("couple")
+@of("couple:accept")
 def test_accept_equals_its_definition(name: str, outputs: dict[str, Any]) -> None:
     (kept, count), wanted = outputs[name], couple_naive.accept(*CASES[name][1])
     assert torch.equal(kept, wanted[0]) and torch.equal(count, wanted[1])
     assert kept.dtype == torch.int64 and count.dtype == torch.int32
 
 
-def test_accept_keeps_results_of_other_requests(outputs: dict[str, Any]) -> None:
-    (kept, count), (alone, _) = outputs["next to others"], couple_naive.accept(*rows(30, 8))
-    assert (kept[::3] == 7).all() and (count[::3] == 7).all() and torch.equal(kept[1::3], alone[1::3])
-
-
-@of("leaf")
+@of("leaf:terms")
 def test_terms_equal_their_definition(name: str, outputs: dict[str, Any]) -> None:
     states, weight, token = CASES[name][1]
     assert outputs[name].dtype == torch.float32
@@ -63,20 +196,6 @@ def test_terms_equal_their_definition(name: str, outputs: dict[str, Any]) -> Non
     torch.testing.assert_close(outputs[name], wanted, rtol=1e-5, atol=1e-5)
     is_outside = (token < 0) | (token >= weight.shape[1])
     assert torch.equal(outputs[name][:, 1] == -INF, is_outside[:, None].expand(-1, weight.shape[0]))
-
-
-def test_logits_are_products_with_each_unembedding() -> None:
-    states, weight = numbers(2, 8), numbers(4, 3, 5, 8)
-    found = leaf.logits(states, weight)
-    for k in range(4):
-        for z in range(3):
-            torch.testing.assert_close(found[:, k, z], states @ weight[k, z].T)  # other orders of summation
-
-
-def test_terms_are_those_of_log_softmax() -> None:
-    logits, token = numbers(6, 3, 9) * 5, torch.tensor([0, 8, 3, 4, 4, 1])
-    norm, picked = leaf_naive.terms_of(logits, token).unbind(1)
-    torch.testing.assert_close(picked - norm, logits.log_softmax(-1)[torch.arange(6), :, token])
 
 
 def murmur3(data: bytes, seed: int) -> int:
@@ -104,49 +223,12 @@ def test_uniform_is_the_hash_of_seed_and_position() -> None:
     assert got.dtype == torch.float32 and got.double().tolist() == wanted
 
 
-@of("uniform")
+@of("uniform:uniform")
 def test_uniform_bit_for_bit(name: str, outputs: dict[str, Any]) -> None:
     seed, pos = CASES[name][1]
     wanted = naive.uniform(seed, pos.long())
     assert outputs[name].dtype == torch.float32
     assert torch.equal(outputs[name].view(torch.int32), wanted.view(torch.int32))
-
-
-def stream(seed: int, start: int = 0) -> np.ndarray:
-    """u of COUNT neighbouring positions."""
-    return uniform(torch.full((COUNT,), seed), torch.arange(start, start + COUNT)).numpy()
-
-
-def pairs_p_value(first: np.ndarray, second: np.ndarray) -> float:
-    """Chi-square of pairs on a grid of 16 x 16."""
-    counts = np.bincount((first * 16).astype(int) * 16 + (second * 16).astype(int), minlength=256)
-    return float(chisquare(counts).pvalue)
-
-
-def correlation(first: np.ndarray, second: np.ndarray) -> float:
-    """In standard deviations of that of independent numbers."""
-    return float(np.corrcoef(first, second)[0, 1] * np.sqrt(len(first)))
-
-
-LAGS = [(seed, seed, lag) for seed in (0, 1, -1, 2**62 + 12345) for lag in (1, 2, 3, 16)]
-SEEDS = [(0, other, shift) for other in (1, 2**31, 2**32, -1, 1 << 24) for shift in (0, 1, -1 % COUNT)]
-
-
-@pytest.mark.parametrize("seed, other, shift", [*LAGS, *SEEDS])
-def test_positions_and_seeds_are_independent(seed: int, other: int, shift: int) -> None:
-    """Also seeds at shifted positions: no stream is another one moved."""
-    first, second = stream(seed), stream(other, shift)
-    assert pairs_p_value(first, second) > SIGNIFICANCE
-    assert abs(correlation(first, second)) < 4.5
-
-
-def test_injected_pattern_is_found() -> None:
-    golden = np.arange(COUNT) * 0.6180339887498949 % 1
-    counts = np.bincount((golden * 256).astype(int), minlength=256)
-    assert chisquare(counts).pvalue > SIGNIFICANCE  # one by one they look uniform
-    assert pairs_p_value(golden[:-1], golden[1:]) < CAUGHT
-    u = stream(0)
-    assert correlation(u[:-1], 0.98 * u[1:] + 0.02 * u[:-1]) > 4.5
 
 
 def edges_of(logits: np.ndarray) -> np.ndarray:
@@ -160,48 +242,6 @@ def searched(logits: np.ndarray, u: float) -> int:
     edges = edges_of(logits)
     found = int(np.searchsorted(edges, float(u) * edges[-1], side="right"))
     return min(found, int(np.flatnonzero(logits > -INF)[-1]))
-
-
-def picked(logits: list[float] | np.ndarray, u: float) -> int:
-    return int(pick(torch.tensor(np.array([logits]), dtype=torch.float32), torch.tensor([u]))[0])
-
-
-UNIFORMS = st.one_of(st.sampled_from([0.0, 0.5, LARGEST]), st.integers(0, 2**24 - 1).map(lambda n: n / 2**24))
-ROWS = st.lists(st.one_of(st.just(-INF), st.floats(-30, 30, width=32)), min_size=1, max_size=60)
-
-
-@settings(deadline=None, derandomize=True, max_examples=300)
-@given(row=ROWS.filter(lambda row: max(row) > -INF), u=UNIFORMS, before=st.integers(0, 5), after=st.integers(0, 5))
-def test_pick_equals_searchsorted(row: list[float], u: float, before: int, after: int) -> None:
-    logits = np.array([-INF] * before + row + [-INF] * after, dtype=np.float32)
-    got, edges = picked(logits, u), edges_of(logits)
-    # torch and numpy differ in the last digits of exp: at an edge either side will do
-    at_edge = np.abs(edges / edges[-1] - u).min() < 1e-13
-    assert got == searched(logits, u) or (at_edge and logits[got] > -INF)
-
-
-@settings(deadline=None, derandomize=True, max_examples=200)
-@given(row=st.lists(st.booleans(), min_size=1, max_size=64).filter(any), numerator=st.integers(0, 63))
-def test_pick_equals_searchsorted_where_u_is_an_edge(row: list[bool], numerator: int) -> None:
-    """Masses of 0 and 1 add up exactly, so the token is unique."""
-    logits = np.where(row, 0.0, -INF).astype(np.float32)
-    for u in (numerator / 64, numerator / 2 ** np.ceil(np.log2(64 + sum(row))), 0.0, LARGEST):
-        assert picked(logits, u) == searched(logits, u)
-
-
-@pytest.mark.parametrize(
-    "row, u, wanted",
-    [
-        ([0, 0, 0, 0], [0, 0.25, 0.5, 0.75, LARGEST], [0, 1, 2, 3, 3]),  # an edge belongs to the next token
-        ([0, -INF, -INF, 0], [0.25, 0.5, 0.75], [0, 3, 3]),
-        *(([-INF] * at + [-40.0] + [-INF] * (6 - at), [0.0, 0.5, LARGEST, 1.0], [at] * 4) for at in (0, 3, 6)),
-        ([-INF, -INF, 1.0, -INF, 2.0, NAN, -INF], [0.0, 0.9, LARGEST, 1.0], [2, 4, 4, 4]),
-        ([-INF] * 3, [0.5], [2]),
-        ([NAN] * 3, [0.5], [2]),
-    ],
-)
-def test_edges_and_tokens_without_mass(row: list[float], u: list[float], wanted: list[int]) -> None:
-    assert [picked(row, number) for number in u] == wanted
 
 
 def test_of_mass_never_picks_a_token_without_mass() -> None:
@@ -231,7 +271,7 @@ def test_picks_follow_the_distribution(seed: int) -> None:
     assert p_value(along_positions * 0.99) < CAUGHT, "an injected bias must be caught"
 
 
-@of("pick", "edges", "empty rows")
+@of("pick:pick", "edges", "empty rows")
 def test_definition_and_kernel_of_pick_equal_searchsorted(name: str, outputs: dict[str, Any]) -> None:
     (logits, u), got = CASES[name][1], outputs[name]
     edges = edges_of(logits.float().numpy())
@@ -260,7 +300,7 @@ def test_selected_tokens_are_those_of_the_definition(name: str, outputs: dict[st
 
 
 def test_pick_at_exact_edges_and_in_any_batch(outputs: dict[str, Any]) -> None:
-    """Token k/64 of the vocabulary begins at u = k/64 exactly."""
-    assert outputs["edges"].tolist() == list(range(0, 8192, 128))
+    """Token k/64 of the vocabulary begins at u = k/64 exactly; a row without mass gives its last token."""
+    for name, wanted in (("edges", list(range(0, 8192, 128))), ("empty rows", [4999, 4999])):
+        assert outputs[name].tolist() == pick(*CASES[name][1]).tolist() == wanted
     assert outputs["alone"][0] == outputs["150x13000"][7]
-    assert outputs["empty rows"].tolist() == [4999, 4999]

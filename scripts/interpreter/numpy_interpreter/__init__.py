@@ -7,8 +7,8 @@ values become `Value` (`values.py`): a numpy array or scalar with a type. Types 
 
 Results equal those of Triton's interpreter bit for bit: each operation makes the numpy call that Triton's makes, types
 are promoted by Triton's own rules, instances run one after the other in the same order. Errors of Triton's interpreter
-(it computes with the bits of bfloat16 numbers, and truncates where a GPU rounds) are reproduced. `check.py` compares
-both, launch by launch; tests/interpreter does so with every kernel that runs here.
+(it computes with the bits of bfloat16 numbers, and truncates where a GPU rounds) are reproduced. tests/kernels compares
+our kernels with their definitions in both.
 
 A kernel falls back to Triton's interpreter if it, or a device function it calls, uses functions that `language.py` does
 not have (sorting, custom reductions, tensor descriptors, chained comparisons; transposition, after which numpy adds in
@@ -16,7 +16,7 @@ the order of Triton's intermediate copies), or if a launch raises before it has 
 later ends in Triton's `InterpreterError`; its writes are not undone.
 
 MTPC_INTERPRETER selects the interpreter: `numpy` (default), `lanes` (all instances at once, see `lanes.py`), `triton`
-(Triton's own), `check` and `check-once` (both, see `check.py`).
+(Triton's own).
 """
 
 from __future__ import annotations
@@ -27,16 +27,11 @@ import os
 def install() -> None:
     """Has Triton's interpreted kernels run here, in this process, as MTPC_INTERPRETER says."""
     chosen = os.environ.get("MTPC_INTERPRETER") or "numpy"
-    if chosen not in ("numpy", "lanes", "triton", "check", "check-once"):
-        raise SystemExit(f"MTPC_INTERPRETER={chosen}: give numpy, lanes, triton, check or check-once")
+    if chosen not in ("numpy", "lanes", "triton"):
+        raise SystemExit(f"MTPC_INTERPRETER={chosen}: give numpy, lanes or triton")
     from triton.runtime.interpreter import InterpretedFunction
 
-    from numpy_interpreter import check, launch
+    from numpy_interpreter import launch
 
     launch.is_at_once = chosen == "lanes"
-    if chosen == "triton":
-        InterpretedFunction.run = launch.tritons_run
-    elif chosen in ("numpy", "lanes"):
-        InterpretedFunction.run = launch.run
-    else:
-        check.install()
+    InterpretedFunction.run = launch.tritons_run if chosen == "triton" else launch.run

@@ -61,6 +61,8 @@ def _as_argument(argument: Any, is_constant: bool) -> Any:
         return function_of(argument).call
     if is_constant or argument is None or isinstance(argument, float):
         return argument
+    if isinstance(argument, tuple):
+        return type(argument)(*(_as_argument(part, is_constant) for part in argument))
     if hasattr(argument, "untyped_storage"):
         if argument.device.type != "cpu":
             raise Unsupported("a tensor that is not on the CPU")
@@ -112,7 +114,9 @@ def _shrink_block(given: dict[str, Any]) -> None:
 
 def _widest(given: dict[str, Any]) -> int:
     """Elements of the largest block, by the constants that are named so."""
-    return max((value for name, value in given.items() if "BLOCK" in name and isinstance(value, int)), default=64)
+    named = [given, *(value._asdict() for value in given.values() if hasattr(value, "_asdict"))]
+    sizes = [value for group in named for name, value in group.items() if "BLOCK" in name and isinstance(value, int)]
+    return max(sizes, default=64)
 
 
 def _at_once(call: Any, arguments: list[Any], sizes: tuple[int, int, int], widest: int) -> None:

@@ -17,7 +17,6 @@ from numpy_interpreter.lanes import store as store_lanes
 from numpy_interpreter.values import Number, Value, as_value
 
 has_written = False  # since it was set to False: launch.py
-journal: Any = None  # of check.py
 written: Written | None = None  # of instances that run at once: launch.py
 
 
@@ -143,11 +142,7 @@ def store(
             raise Unsupported("a block stored at a scalar pointer")
         return
     has_written = True
-    if journal is not None:
-        journal.before(to_address(index, pointer.kind), access.stored.dtype.itemsize)
     access.cells[index] = data
-    if journal is not None:
-        journal.after()
 
 
 _RMW = triton_interpreter._interpreter.RMW_OP
@@ -175,11 +170,7 @@ def _atomic(name: str) -> Any:
         data = np.ascontiguousarray(np.broadcast_to(_stored(val, _access(pointer.kind)), shape))
         is_set = np.ascontiguousarray(np.broadcast_to(True if mask is None else _as_mask(mask), shape))
         has_written = True
-        if journal is not None:
-            journal.before(addresses[is_set], kind.dtype.itemsize)
         before = triton_interpreter._interpreter.atomic_rmw(getattr(_RMW, operation), addresses, data, is_set, _ORDER)
-        if journal is not None:
-            journal.after()
         return Value(before if index.ndim else before[0], kind)
 
     return atomic
