@@ -4,42 +4,38 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 
 from tests.support.tiny import llama_target
-from tests.support.tiny_ptp import random_student
 from vllm_mtpc import demo
-from vllm_mtpc.checkpoint import save_ptp
 from vllm_mtpc.data.prompts import held_out
 from vllm_mtpc.errors import MtpcError, UsageError
-from vllm_mtpc.eval import command, text
-from vllm_mtpc.eval.acceptance import measure
-from vllm_mtpc.eval.evaluator import attach, load
-from vllm_mtpc.eval.text import Sampling
-from vllm_mtpc.heads.adapters import DraftLayers
-from vllm_mtpc.hf import load_target
+from vllm_mtpc.eval import command, doctor, text
+from vllm_mtpc.eval.evaluator import attach
 
 HEAD = str(demo.path("btree"))
 
 
-def run_eval(head: str, *given: str) -> int:
+def run_program(program: ModuleType, head: str, *words: str) -> int:
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return command.run(parser.parse_args([head, "--dtype", "float32", *given]))
+    program.add_arguments(parser)
+    return program.run(parser.parse_args([head, "--dtype", "float32", *words]))
 
 
 @pytest.fixture(scope="module")
 def ptp_head(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A PTP head of random weights whose config names a distribution other than the default one."""
-    folder = tmp_path_factory.mktemp("ptp") / "head"
-    options = {"trained_temperature": 0.7, "trained_top_k": 20, "trained_top_p": 0.9, "window": 4}
-    target = load_target(demo.path("target"), attention="torch")
-    student = random_student(target, verifier=str(demo.path("target")), **options)
-    save_ptp(folder, student.config, student.lora(), student.embedding, {}, "made by a test")
+    """The packaged head, with another distribution than the default one in its config."""
+    folder = Path(shutil.copytree(demo.path("o-ptp"), tmp_path_factory.mktemp("ptp") / "o-ptp"))
+    shutil.copytree(demo.path("target"), folder.with_name("target"))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"trained_temperature": 0.7, "trained_top_k": 20, "trained_top_p": 0.9}
+    (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 
 
@@ -51,9 +47,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_eval_prints_and_writes_results(data, tmp_path, capsys):
-    report = tmp_path / "eval.json"
-    small = ("--sequences", "6", "--new-tokens", "40", "--num-drafts", "3")
-    assert run_eval(HEAD, "--data", data, *small, "--json", str(report)) == 0
+    report, small = tmp_path / "eval.json", ("--sequences", "6", "--new-tokens", "40", "--num-drafts", "3")
+    assert run_program(command, HEAD, "--data", data, *small, "--json", str(report)) == 0
     printed = capsys.readouterr().out
     assert "tokens/step, expected" in printed and "T=1" in printed and "T=0" in printed
     assert "the target's own token included" in printed and "unconditional" in printed  # both definitions
@@ -65,51 +60,47 @@ def test_eval_prints_and_writes_results(data, tmp_path, capsys):
         assert expected["tokens_per_step"] == pytest.approx(1 + sum(expected["per_position"]), abs=1e-6)
         assert expected["joint_bits"] > expected["target_bits"]  # a circuit cannot know the future
     greedy = found["results"][1]
-    for name in ("tokens_per_step", "steps"):
-        assert greedy["along_text"][name] == pytest.approx(greedy["expected"][name], abs=1e-6)
+    assert greedy["along_text"]["steps"] == pytest.approx(greedy["expected"]["steps"], abs=1e-6)
 
 
-def test_eval_of_ptp_head_prints_and_writes_results(ptp_head, data, tmp_path, capsys):
-    report = tmp_path / "eval.json"
-    small = ("--sequences", "4", "--new-tokens", "16")
-    assert run_eval(ptp_head, "--data", data, *small, "--json", str(report)) == 0
+def test_eval_of_ptp_head_uses_the_trained_sampling(ptp_head, data, tmp_path, capsys):
+    report, small = tmp_path / "eval.json", ("--sequences", "4", "--new-tokens", "16")
+    assert run_program(command, ptp_head, "--data", data, *small, "--json", str(report)) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    for what in ("merged pass, ideal", "two passes", "with the u of other windows", "T=0.7"):
-        assert what in printed
-    assert "P(exactly g drafts accepted)" in printed and "the target's own token included" in printed
+    assert all(part in printed for part in ("merged pass, ideal", "two passes", "with the u of other windows", "T=0.7"))
     found = json.loads(report.read_text())
-    assert [row["temperature"] for row in found["results"]] == [0.7, 0.0] and found["num_drafts"] == 3
+    assert [row["temperature"] for row in found["results"]] == [0.7, 0.0] and found["num_drafts"] == 7
     assert found["settings"]["top_k"] == 20 and found["settings"]["top_p"] == 0.9
-    for row in found["results"]:
-        figures = row["figures"]
+    for figures in (row["figures"] for row in found["results"]):
         assert figures["tokens_per_step"] == pytest.approx(1 + sum(figures["per_position"]))
-        assert sum(figures["histogram"]) == pytest.approx(1) and len(figures["histogram"]) == 4
-    given = ("--sequences", "2", "--new-tokens", "8", "--temperature", "1.5", "--top-k", "0", "--top-p", "1")
-    assert run_eval(ptp_head, "--data", data, *given) == 0
+        assert sum(figures["histogram"]) == pytest.approx(1) and len(figures["histogram"]) == 8
+    words = ("--sequences", "2", "--new-tokens", "8", "--temperature", "1.5", "--top-k", "0", "--top-p", "1")
+    assert run_program(command, ptp_head, "--data", data, *words) == 0
     assert "was trained at temperature 0.7, top-k 20, top-p 0.9" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
-    ("kind", "given", "message"),
+    ("program", "kind", "words", "message"),
     [
-        ("mtpc", (), "no such file"),
-        ("mtpc", ("--temperature", "-1"), "temperature=-1"),
-        ("mtpc", ("--top-p", "2"), "top_p=2"),
-        ("mtpc", ("--sequences", "0"), "allowed are 1 and above"),
-        ("mtpc", ("--num-drafts", "8"), "allowed are 1 to 7"),
-        ("ptp", ("--num-drafts", "4"), "allowed are 1 to 3"),
-        ("ptp", ("--top-k", "-1"), "top_k=-1"),
+        (command, "mtpc", "--data nowhere.txt", "no such file"),
+        (command, "mtpc", "--data x --temperature -1", "temperature=-1"),
+        (command, "mtpc", "--data x --top-p 2", "top_p=2"),
+        (command, "ptp", "--data x --top-k -1", "top_k=-1"),
+        (command, "mtpc", "--data x --sequences 0", "allowed are 1 and above"),
+        (command, "mtpc", "--data x --num-drafts 8", "allowed are 1 to 7"),
+        (command, "ptp", "--data x --num-drafts 8", "allowed are 1 to 7"),
+        (command, "mtpc", "--data {data} --new-tokens 8190", "lower --new-tokens"),
+        (doctor, "mtpc", "--prompts 0", "allowed are 1 and above"),
+        (doctor, "mtpc", "--num-drafts 0", "allowed are 1 to 7"),
+        (doctor, "mtpc", "--max-tokens 8190", "lower --max-tokens"),
+        (doctor, "mtpc", "--draft-pass merged", "name a PTP head"),
     ],
 )
-def test_bad_request_is_refused_in_one_line(ptp_head, kind, given, message):
+def test_request_is_refused_in_one_line(ptp_head, data, program, kind, words, message):
+    head = ptp_head if kind == "ptp" else HEAD
     with pytest.raises(MtpcError, match=message) as caught:
-        run_eval(ptp_head if kind == "ptp" else HEAD, "--data", "nowhere.txt", *given)
+        run_program(program, head, *words.format(data=data).split())
     assert "\n" not in str(caught.value)
-
-
-def test_texts_longer_than_the_target_are_refused(data):
-    with pytest.raises(UsageError, match="lower --new-tokens"):
-        run_eval(HEAD, "--data", data, "--new-tokens", "8190")
 
 
 def test_head_of_another_size_is_refused(ptp_head):
@@ -132,20 +123,3 @@ def test_prompts_are_the_tokens_before_the_trained_ones():
     assert all(torch.equal(one, two) for one, two in zip(found, again, strict=True))
     with pytest.raises(UsageError, match="no document has 11 tokens"):
         text.prompts(documents[1:], 2, 11, seed=0)
-
-
-def test_head_with_draft_layers_reads_their_states():
-    """Adapters that are zero leave the target's own states, so the figures are those without them."""
-    loaded = load(HEAD)
-    prompts = [torch.tensor(loaded.target.tokenizer(opening).input_ids[:32]) for opening in held_out(3)]
-    samples = text.generate(loaded.target, prompts, 24, Sampling(0.0), overhang=7)
-    layers = DraftLayers(loaded.target, 1)
-    read = text.with_draft_layers(samples, layers)
-    plain = measure(loaded.head, loaded.target, samples, Sampling(0.0))
-    assert measure(loaded.head, loaded.target, read, Sampling(0.0)).tokens_per_step == pytest.approx(
-        plain.tokens_per_step
-    )
-    for parameter in layers.parameters():
-        torch.nn.init.normal_(parameter)
-    changed = text.with_draft_layers(samples, layers)
-    assert measure(loaded.head, loaded.target, changed, Sampling(0.0)).tokens_per_step < plain.tokens_per_step

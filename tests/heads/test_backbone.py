@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
 
 from tests.support.drafters import draft_states
-from tests.support.heads_zoo import EMBEDDING, D, V, build
+from tests.support.heads_zoo import EMBEDDING, D, build
 from vllm_mtpc.config.mtpc_config import HeadConfig
-from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads import backbone
 from vllm_mtpc.heads.backbone import BackboneHead
 
@@ -65,55 +62,6 @@ def test_gradients_are_those_of_one_window_at_a_time():
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-def leaks(head: BackboneHead) -> list[str]:
-    """The inputs that change a window's states and must not: later tokens, other documents, other windows."""
-    before, found = read(head), []
-    for row, start in set(zip(ROW.tolist(), START.tolist(), strict=True)):
-        unseen = torch.ones(2, S, dtype=torch.bool)
-        unseen[row, : start + 1] = DOCUMENT[row, : start + 1] != DOCUMENT[row, start]
-        changed = torch.where(unseen[..., None], AUX + 1, AUX)
-        own = (row == ROW) & (start == START)
-        if not torch.equal(read(head, changed)[own], before[own]):
-            found.append(f"text unseen by {row}, {start}")
-    for window in range(len(ROW)):
-        first = (FIRST + 1) % V
-        first[window] = FIRST[window]
-        if not torch.equal(read(head, first=first)[window], before[window]):
-            found.append(f"windows next to {window}")
-    return found
-
-
-def test_window_does_not_read_other_text(monkeypatch):
-    monkeypatch.setattr(backbone, "CONTEXT_PER_QUERY", 1)  # windows next to one another
-    head, right = head_of(), backbone.windows_mask
-    assert leaks(head) == []
-
-    def future(starts: Tensor, document: Tensor, num_queries: int) -> Tensor:
-        return right((starts + 1).clamp(max=document.shape[1] - 1), document, num_queries)
-
-    def documents(starts: Tensor, document: Tensor, num_queries: int) -> Tensor:
-        return right(starts, torch.zeros_like(document), num_queries)
-
-    def windows(starts: Tensor, document: Tensor, num_queries: int) -> Tensor:
-        mask = right(starts, document, num_queries).clone()
-        mask[..., document.shape[1] :] = True
-        return mask
-
-    for wrong, words in ((future, "text unseen"), (documents, "text unseen"), (windows, "windows next to")):
-        monkeypatch.setattr(backbone, "windows_mask", wrong)
-        assert any(words in one for one in leaks(head)), wrong.__name__
-
-
-def test_leaf_of_x_1_is_equal_for_all_components():
-    head = head_of()
-    states = read(head)
-    params = head(states)
-    torch.testing.assert_close(params.leaf[:, 0], torch.full_like(params.leaf[:, 0], -math.log(V)))
-    drafted = head.draft_params(states, FIRST, 3)
-    assert not drafted.evidence.any() and drafted.leaf.shape[1] == 3
-    torch.testing.assert_close(drafted.leaf.float().log_softmax(-1), params.leaf[:, 1:4])
-
-
 def test_anchor_layout_reads_each_leaf_one_query_earlier():
     """Its leaves of positions 2 to n are the other layout's for the same states, moved by one."""
     head, other = head_of(True), head_of(False)
@@ -121,13 +69,6 @@ def test_anchor_layout_reads_each_leaf_one_query_earlier():
     states = torch.randn(3, 5, D, dtype=torch.float64)
     ours, theirs = head(states[:, 1:]), other(states)
     torch.testing.assert_close(ours.leaf, theirs.leaf)
-
-
-def test_backbone_without_embeddings_is_refused():
-    with pytest.raises(HeadConfigError, match="bind_embedding"):
-        read(build("backbone", "hmm", bind=False).double())
-    with pytest.raises(HeadConfigError, match="bind_lm_head"):
-        build("backbone", "hmm", bind=False)(torch.zeros(1, 5, D))
 
 
 SIZES = {"hidden_size": 32, "vocab_size": 9, "num_hidden_layers": 8, "num_attention_heads": 4, "intermediate_size": 48}
@@ -147,22 +88,3 @@ def test_default_sizes_are_those_of_the_target():
     assert config(SIZES | {"num_hidden_layers": 32}).aux_hidden_state_layer_ids == [2, 9, 16, 23, 30]
     assert config(SIZES | {"num_hidden_layers": 2}).aux_hidden_state_layer_ids == [1, 2]
     assert HeadConfig.parse(made.model_dump(exclude_none=True)) == made
-
-
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"component_rank": 0}, ["num_components=2 needs component_rank"]),
-        ({"backbone_layers": 6}, ["backbone_layers", "6", "5"]),
-        ({"backbone_kv_heads": 3}, ["backbone_kv_heads=3 does not divide backbone_heads=4"]),
-        ({"backbone_head_dim": 7}, ["backbone_head_dim=7", "even"]),
-        ({"aux_hidden_state_layer_ids": [3, 2]}, ["[3, 2]", "rising numbers from 0 to 8"]),
-        ({"aux_hidden_state_layer_ids": [9]}, ["[9]", "rising numbers from 0 to 8"]),
-        ({"aux_hidden_state_layer_ids": []}, ["aux_hidden_state_layer_ids", "1 item"]),
-        ({"lora_layers": 1}, ["lora_layers=1 with head 'backbone'", "set lora_layers to 0"]),
-    ],
-)
-def test_impossible_backbone_options_are_refused(options, words):
-    with pytest.raises(HeadConfigError) as caught:
-        config(**options)
-    assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value), caught.value

@@ -7,15 +7,13 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.heads_zoo import LM_HEAD, OPTIONS, B, N, V, build, hidden_states, read_by
+from tests.support.heads_zoo import OPTIONS, B, N, V, build, hidden_states, read_by
 from vllm_mtpc.circuits import CIRCUITS
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.base import DraftParams, Head
-from vllm_mtpc.heads.linear import LinearHead
 from vllm_mtpc.kernels.draft import naive, probabilities
 from vllm_mtpc.kernels.shard import Shard
 from vllm_mtpc.plan.draft_schedule import leaf_products
@@ -82,14 +80,6 @@ def test_two_products_equal_one() -> None:
     torch.testing.assert_close(logits, wanted.leaf)
 
 
-@pytest.mark.parametrize(("name", "rows"), [("shared", 3), ("low rank", 1)])
-def test_lm_head_is_read_once_per_draft(name: str, rows: int) -> None:
-    head, seen = build(name, bind=False), []
-    head.bind_lm_head(lambda states: (seen.append(states.shape), states @ LM_HEAD.T)[1])
-    head.draft_params(hidden_states(), FIRST, 2)
-    assert seen == [(B, 3, rows, 16)], "x_1 and the drafts"
-
-
 @needs_bfloat16
 @pytest.mark.parametrize("circuit", ["ff", "cp", "btree"])
 def test_packed_head_drafts_the_same(circuit: str) -> None:
@@ -102,7 +92,7 @@ def test_packed_head_drafts_the_same(circuit: str) -> None:
         assert_same(head.draft_params(hidden, FIRST, num_drafts), params, rtol=1e-2, atol=1e-2)
 
 
-def sharded(head: Head, size: int, gathers: bool = False) -> list[DraftParams]:
+def divided(head: Head, size: int) -> list[DraftParams]:
     """draft_params of every rank. Ranks run one after the other: twice, first to learn what each hands in."""
     handed_in: dict[int, Tensor] = {}
 
@@ -112,44 +102,25 @@ def sharded(head: Head, size: int, gathers: bool = False) -> list[DraftParams]:
 
     ranks = [copy.deepcopy(head) for _ in range(size)]
     for rank, part in enumerate(ranks):
-        shard = Shard(rank, size, V, partial(gather, rank))
-        if isinstance(part, LinearHead):
-            part.shard_leaves(shard)
-            continue
-        columns = F.pad(LM_HEAD[shard.start : shard.stop].T, (0, shard.rows - shard.stop + shard.start))
-        part.bind_lm_head(lambda states, columns=columns: states @ columns.to(states), shard)
-    if gathers:
-        ranks = [part.undivided() for part in ranks]
+        part.shard_leaves(Shard(rank, size, V, partial(gather, rank)))
     for _ in range(2):
         params = [part.draft_params(hidden_states(), FIRST, N - 1) for part in ranks]
     assert len({tuple(own.shape) for own in handed_in.values()}) == 1, "a gather takes equal sizes"
-    if isinstance(head, LinearHead) or gathers:
-        return params
-    leaf = torch.cat([part.leaf for part in params], -1)[..., :V]  # a rank returns its columns
-    return [part._replace(leaf=leaf) for part in params]
+    return params
 
 
-@pytest.mark.parametrize("name", ["linear", "low rank"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])  # 7 tokens: 4 + 3, 3 + 3 + 1, 2 + 2 + 2 + 1, 2 + 2 + 2 + 1 + 0
-@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
-def test_ranks_draft_from_the_same_logits_as_one(name: str, size: int, kind: str) -> None:
-    head = build(name, std=0.3).to(getattr(torch, kind))
-    parts = sharded(head, size)
-    wanted = head.draft_params(hidden_states(), FIRST, N - 1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranks_draft_from_the_same_logits_as_one(size: int, dtype: torch.dtype) -> None:
+    """A linear head; `tests/proposers/test_ranks.py` has the shared ones, on processes."""
+    head = build("linear", std=0.3).to(dtype)
+    parts, wanted = divided(head, size), head.draft_params(hidden_states(), FIRST, N - 1)
     for params in parts:
         assert params.leaf.shape == wanted.leaf.shape
         assert all(torch.equal(*pair) for pair in zip(params[:5], parts[0][:5], strict=True)), "ranks differ"
     # sums in another order; the evidence crosses in float32, so bfloat16 adds its rounding of the logits only
-    tolerance = 1e-5 if kind != "bfloat16" else 1e-2
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     assert_same(parts[0], wanted, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("name", ["shared", "low rank"])
-@pytest.mark.parametrize("size", [2, 5])
-def test_undivided_head_gathers_the_logits_of_one_rank(name: str, size: int) -> None:
-    head = build(name, std=0.3)
-    for params in sharded(head, size, gathers=True):
-        assert_same(params, head.draft_params(hidden_states(), FIRST, N - 1), rtol=1e-6, atol=1e-6)
 
 
 def test_gathered_evidence_is_not_rounded() -> None:

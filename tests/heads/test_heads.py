@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.heads_zoo import LM_HEAD, OPTIONS, B, D, N, R, V, build, hidden_states, read_by
+from tests.support.heads_zoo import LM_HEAD, OPTIONS, B, N, R, V, build, hidden_states, read_by
 from vllm_mtpc.circuits import CIRCUITS
-from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads.base import Head
 
 torch.set_num_threads(1)
@@ -51,18 +50,6 @@ def test_leaves_and_sums_equal_their_definition(name, circuit):
     if head.circuit.num_inner:
         rows = torch.einsum("bd,fzyd->bfzy", hidden, head.inner_weight) + head.inner_bias
         torch.testing.assert_close(inner, rows.log_softmax(-1))
-
-
-@ALL
-def test_leaves_computed_in_parts_equal_the_whole(name):
-    """A server computes fewer positions than training."""
-    head = build(name, std=0.3)
-    hidden = read_by(head)
-    whole = head(hidden)
-    parts = torch.cat([head.unembed(hidden, 0, 2), head.unembed(hidden, 2, 3), head.unembed(hidden, 3, 5)], 1)
-    # Products of another size may be summed in another order: float32 rounding.
-    torch.testing.assert_close(parts.log_softmax(-1), whole.leaf, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(head(hidden, 3).leaf, whole.leaf[:, :3], rtol=1e-5, atol=1e-5)
 
 
 @ALL
@@ -107,21 +94,3 @@ def test_shared_head_starts_at_the_target_distribution(name):
     if head.component_rank:
         head.component_out.zero_()
     torch.testing.assert_close(head(hidden).leaf, distribution.expand(-1, N, R, -1))
-
-
-def test_head_without_lm_head_is_refused():
-    with pytest.raises(HeadConfigError, match="bind_lm_head"):
-        build("shared", bind=False)(hidden_states())
-
-
-def test_lm_head_is_neither_parameter_nor_saved():
-    head = build("shared", bind=False)
-    before = set(head.state_dict())
-    head.bind_lm_head(torch.nn.Linear(D, V, bias=False))
-    assert set(head.state_dict()) == before == {"down_weight", "up_weight", "root_weight", "inner_weight", "inner_bias"}
-
-
-def test_rank_0_equals_a_head_without_components() -> None:
-    ours, theirs = build("shared", component_rank=0), build("shared")
-    assert set(ours.state_dict()) == set(theirs.state_dict()) and "component_rank" not in theirs.options
-    assert torch.equal(ours(hidden_states()).leaf, theirs(hidden_states()).leaf)

@@ -9,11 +9,8 @@ import torch
 
 from tests.support.circuit_checks import SMALL, build, check_growth_from_a_cp, check_growth_from_an_ff, joint
 from tests.support.enumeration import CIRCUITS, TREES, inner_regions
-from tests.support.heads_zoo import LM_HEAD, OPTIONS, D, V, hidden_states
+from tests.support.heads_zoo import OPTIONS, D, V, hidden_states
 from vllm_mtpc.circuits import circuit_class
-from vllm_mtpc.config.mtpc_config import HeadConfig
-from vllm_mtpc.errors import HeadConfigError
-from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.base import INIT_STD, STAY_PROBABILITY
 from vllm_mtpc.heads.init import init_from_head, init_from_lm_head
 
@@ -46,13 +43,6 @@ def test_hmm_and_btree_start_close_to_the_cp_with_the_same_leaves(name, n):
         assert variation > 1 - stay and lowest < math.log(stay)
 
 
-@pytest.mark.parametrize("name", ["hmm", "btree"])
-@pytest.mark.parametrize("r", [1, 2, 8])
-def test_sums_keep_the_latent_with_the_documented_probability(name, r):
-    diagonal = build(name, r, n=5)(torch.zeros(1, D)).inner.exp().diagonal(dim1=-2, dim2=-1)
-    torch.testing.assert_close(diagonal, torch.full_like(diagonal, 1.0 if r == 1 else STAY_PROBABILITY))
-
-
 # ---- from the target's lm_head --------------------------------------------------------------------
 
 
@@ -71,30 +61,6 @@ def test_position_i_starts_from_prediction_head_i_and_later_ones_from_the_last(b
     assert torch.equal(again.leaf_weight, head.leaf_weight)
     init_from_lm_head(again, weight, seed=1)
     assert not torch.equal(again.leaf_weight, head.leaf_weight)
-
-
-@pytest.mark.parametrize(("circuit", "r"), [("ff", 1), ("cp", 1), ("cp", 4)])
-def test_a_head_starts_at_the_loss_of_evabyte_s_own_heads_at_its_hidden_size(circuit, r):
-    """MtPC, section 4.1. Noise of the same size in every weight moves a logit by 0.64 there, and TV is 0.2."""
-    n, vocab, width = 4, 64, 4096
-    generator = torch.Generator().manual_seed(5)
-    weight = 3 * torch.randn(n * vocab, width, generator=generator) * width**-0.5
-    hidden, tokens = torch.randn(32, width, generator=generator), torch.randint(vocab, (32, n), generator=generator)
-    config = {"circuit": circuit, "window": n, "num_components": r, "verifier": "x"}
-    head = build_head(HeadConfig.create(**config, target={"hidden_size": width, "vocab_size": vocab}))
-    init_from_lm_head(head, weight, seed=0)
-    params, given = head(hidden), (hidden @ weight.T).view(32, n, 1, vocab).log_softmax(-1)
-    variation = (params.leaf.exp() - given.exp()).abs().sum(-1) / 2
-    assert variation.max() < (1e-5 if r == 1 else 0.01)  # float32 sums in another order; noise of 0.01 in a logit
-    loss = -given[:, :, 0].gather(2, tokens[..., None]).sum()
-    torch.testing.assert_close(-head.circuit.log_prob(params, tokens).sum(), loss, rtol=1e-3, atol=0)
-
-
-def test_shared_head_is_not_changed_by_lm_head_start():
-    head = build("cp", 2, "shared")
-    before = head.up_weight.clone()
-    init_from_lm_head(head, LM_HEAD, seed=0)
-    assert torch.equal(head.up_weight, before)
 
 
 # ---- from another head ----------------------------------------------------------------------------
@@ -132,36 +98,6 @@ def test_more_components_repeat_the_distribution(name, circuit, monkeypatch):
     monkeypatch.setattr("vllm_mtpc.heads.init.INIT_STD", 0.0)
     init_from_head(head, source)
     torch.testing.assert_close(joint(head), joint(source), rtol=0, atol=2e-5)  # float32 rounding near -10
-
-
-@pytest.mark.parametrize(
-    "given, source, words",
-    [
-        (("cp", 2, "linear"), ("cp", 2, "shared"), ["LinearHead", "SharedHead", "same kind"]),
-        (("cp", 3, "linear"), ("cp", 2, "linear"), ["num_components=3", "multiples of 2"]),
-        (("cp", 2, "linear"), ("cp", 4, "linear"), ["num_components=2", "multiples of 4"]),
-        (("cp", 2, "linear"), ("hmm", 2, "linear"), ["'cp'", "'hmm'", "allowed from it: hmm"]),
-        (("btree", 2, "linear"), ("hmm", 2, "linear"), ["'btree'", "allowed from it: hmm"]),
-        (("cp", 2, "linear", 5), ("cp", 2, "linear", 4), [f"(5, {V}, {D})", f"(4, {V}, {D})"]),
-        (("cp", 2, "linear", 4, 5), ("cp", 2, "linear", 4), [f"(4, 5, {D})"]),
-    ],
-)
-def test_unsuitable_source_is_refused(given, source, words):
-    with pytest.raises(HeadConfigError) as caught:
-        init_from_head(build(*given), build(*source))
-    assert all(word in str(caught.value) for word in words), str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-RANK = "component_rank"
-
-
-@pytest.mark.parametrize(
-    "name, option, size", [("shared", "expander_rank", 2), ("low rank", RANK, 2), ("low rank", RANK, 0)]
-)
-def test_an_expander_of_another_size_is_refused(name, option, size):
-    with pytest.raises(HeadConfigError, match=f"{option}=1.*{option}={size}"):
-        init_from_head(build("cp", 2, name, **{option: 1}), build("cp", 2, name, **{option: size}))
 
 
 def test_one_component_becomes_equal_ones_that_diverge():

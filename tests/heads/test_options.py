@@ -1,55 +1,107 @@
-"""An option declared in the registry of heads and nowhere else is an argument, field, flag and row of the docs."""
+"""Wrong options of heads are refused in one line."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from pathlib import Path
+from typing import Any
 
-from vllm_mtpc.heads.linear import LinearHead
-
-
-class Scaled(LinearHead):
-    """A head with an option: a factor of its unembeddings."""
-
-    def add_leaves(self, unembedding_scale: float) -> None:
-        super().add_leaves()
-        self.scale = unembedding_scale
-
-
-DECLARED = """
-import vllm_mtpc.heads as heads
-SCALE = heads.Option("unembedding_scale", 0.5, "factor of the unembeddings", ge=0, le=4)
-heads.HEADS["scaled"] = heads.Entry("tests.heads.test_options:Scaled", (SCALE,))
-
-import argparse
 import pytest
+import torch
+
+from tests.support.circuit_checks import build as sized
+from tests.support.heads_zoo import D, V, build
 from vllm_mtpc.config.mtpc_config import HeadConfig
+from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.errors import HeadConfigError
-from vllm_mtpc.train import command
+from vllm_mtpc.heads.adapters import LoraDraftLayers
+from vllm_mtpc.heads.init import init_from_head
+from vllm_mtpc.heads.ptp.embedding import check_embedding
+from vllm_mtpc.heads.ptp.student import Student
+from vllm_mtpc.hf import Target, load_target
 
-target = {"model_type": "llama", "vocab_size": 5, "hidden_size": 8}
-sizes = dict(circuit="cp", window=4, num_components=2, target=target, verifier="../target")
-config = HeadConfig.create(**sizes, head="scaled")
-assert config.unembedding_scale == 0.5 and heads.build_head(config).scale == 0.5
-assert HeadConfig.parse({**config.model_dump(exclude_none=True), "unembedding_scale": 2.0}).unembedding_scale == 2
-assert "unembedding_scale" not in HeadConfig.create(**sizes).to_json()
-with pytest.raises(HeadConfigError, match="unembedding_scale.*less than or equal to 4"):
-    HeadConfig.create(**sizes, head="scaled", unembedding_scale=5.0)
-with pytest.raises(HeadConfigError, match="unembedding_scale=2.0 is not an option of head 'linear'"):
-    HeadConfig.create(**sizes, unembedding_scale=2.0)
+TARGET = {"hidden_size": 32, "vocab_size": 9, "num_hidden_layers": 8, "num_attention_heads": 4, "intermediate_size": 48}
+SIZES = {"circuit": "cp", "window": 4, "num_components": 2, "verifier": "../target", "component_rank": 3}
+MTP = {"drafter": {"method": "mtp"}}
+CONFIGS: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("linear", {}, ["component_rank=3 is not an option of head 'linear'"]),
+    ("backbone", {"component_rank": 0}, ["num_components=2 needs component_rank"]),
+    ("backbone", {"backbone_layers": 6}, ["backbone_layers", "6", "5"]),
+    ("backbone", {"backbone_kv_heads": 3}, ["backbone_kv_heads=3 does not divide backbone_heads=4"]),
+    ("backbone", {"backbone_head_dim": 7}, ["backbone_head_dim=7", "even"]),
+    ("backbone", {"aux_hidden_state_layer_ids": [3, 2]}, ["[3, 2]", "rising numbers from 0 to 8"]),
+    ("backbone", {"aux_hidden_state_layer_ids": [9]}, ["[9]", "rising numbers from 0 to 8"]),
+    ("backbone", {"aux_hidden_state_layer_ids": []}, ["aux_hidden_state_layer_ids", "1 item"]),
+    ("backbone", {"lora_layers": 1}, ["lora_layers=1 with head 'backbone'", "set lora_layers to 0"]),
+    ("hosted", {}, ["heads 'hosted' and 'product' have one, others none"]),
+    ("hosted", {**MTP, "component_rank": 0}, ["needs component_rank"]),
+    ("hosted", {**MTP, "lora_layers": 2}, ["whose states are not the target's"]),
+]
+EMBEDDINGS: list[tuple[str, int | None, int | None, list[str]]] = [
+    ("sawtooth", 32, None, ["'sawtooth'", "ieee, scalar"]),
+    ("ieee", 32, None, ["u_features=32", "'ieee'", "remove u_features"]),
+    ("scalar", None, 4, ["u_hidden=4", "remove u_hidden"]),
+    ("threshold", None, None, ["'threshold'", "needs u_features", "u_features=32"]),
+    ("threshold-mlp", 32, None, ["needs u_hidden"]),
+    ("arithmetic", 0, None, ["u_features=0", "1 to 4096"]),
+    ("arithmetic", 10**9, None, ["u_features=1000000000", "4096"]),
+]
+SOURCES: list[tuple[tuple[Any, ...], tuple[Any, ...], list[str]]] = [  # circuit, r, head, n, V of a head and its source
+    (("cp", 2, "linear"), ("cp", 2, "shared"), ["class=LinearHead", "class=SharedHead"]),
+    (("cp", 3, "linear"), ("cp", 2, "linear"), ["num_components=3", "multiples of 2"]),
+    (("cp", 2, "linear"), ("cp", 4, "linear"), ["num_components=2", "multiples of 4"]),
+    (("cp", 2, "linear"), ("hmm", 2, "linear"), ["circuit=cp", "circuit=hmm", "allowed: hmm"]),
+    (("btree", 2, "linear"), ("hmm", 2, "linear"), ["circuit=btree", "allowed: hmm"]),
+    (("cp", 2, "linear", 5), ("cp", 2, "linear", 4), [f"(5, {V}, {D})", f"(4, {V}, {D})"]),
+    (("cp", 2, "linear", 4, 5), ("cp", 2, "linear", 4), [f"(4, 5, {D})"]),
+]
+RANKS = [("shared", "expander_rank", 2), ("low rank", "component_rank", 2), ("low rank", "component_rank", 0)]
+UNBOUND = [("shared", (3, D), ["bind_lm_head"]), ("backbone", (3, 5, D), ["bind_lm_head"])]
+TARGETS: list[tuple[str, dict[str, Any], Any, list[str]]] = [  # what is built on a target
+    ("llama", {"num_hidden_layers": 2}, lambda target: LoraDraftLayers(target, 2), ["2 layers", "lower lora_layers"]),
+    ("gpt2", {}, lambda target: LoraDraftLayers(target, 1), ["GPT2Model", "lora_layers to 0"]),
+    ("gpt2", {}, lambda target: student_of(target), ["is not made of `layers`"]),
+    ("mistral", {"sliding_window": 8}, lambda target: student_of(target), ["sliding_attention", "full_attention"]),
+]
 
-parser = argparse.ArgumentParser()
-command.add_arguments(parser)
-words = "--target T --data D --out O --head scaled --circuit cp --unembedding-scale 3"
-options = command.read_options(parser.parse_args(words.split()))
-assert options.unembedding_scale == 3
 
-from tests.support.files import row
-assert row("unembedding_scale") == "| `unembedding_scale` |  | head scaled: factor of the unembeddings (default: 0.5) |"
-"""
+def student_of(target: Target) -> Student:
+    sizes = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 5}
+    return Student(target, PtpConfig.create(variant="o-ptp", window=4, target=sizes, verifier="t"))
 
 
-def test_option_of_the_registry_is_in_config_flags_and_docs(root) -> None:
-    """In a separate process, where the entry is in the registry from the start."""
-    child = subprocess.run([sys.executable, "-c", DECLARED], capture_output=True, text=True, timeout=120, cwd=root)
-    assert child.returncode == 0, child.stderr[-2000:]
+def start(rank: str, name: str, size: int) -> None:
+    init_from_head(sized("cp", 2, name, **{rank: 1}), sized("cp", 2, name, **{rank: size}))
+
+
+REFUSED = [
+    *((lambda head=h, o=o: HeadConfig.create(**SIZES | o, target=TARGET, head=head), w) for h, o, w in CONFIGS),
+    *((lambda given=given: check_embedding(*given), words) for *given, words in EMBEDDINGS),
+    *((lambda a=a, b=b: init_from_head(sized(*a), sized(*b)), words) for a, b, words in SOURCES),
+    *((lambda o=o, n=n, k=k: start(o, n, k), [f"{o}=1", f"{o}={k}"]) for n, o, k in RANKS),
+    *((lambda n=n, s=s: build(n, bind=False)(torch.zeros(s)), words) for n, s, words in UNBOUND),
+    (lambda: build("backbone", bind=False).queries(torch.zeros(1, dtype=torch.long)), ["bind_embedding"]),
+]
+
+
+@pytest.mark.parametrize("attempt, words", REFUSED)
+def test_wrong_option_is_refused_in_one_line(attempt: Any, words: list[str]) -> None:
+    with pytest.raises(HeadConfigError) as caught:
+        attempt()
+    assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value), caught.value
+
+
+@pytest.mark.parametrize("model_type, changes, attempt, words", TARGETS)
+def test_target_without_such_layers_is_refused(
+    tmp_path: Path, make_target: Any, model_type: str, changes: Any, attempt: Any, words: list[str]
+) -> None:
+    changes = {"n_embd": 32, "n_head": 4, "n_layer": 5} if model_type == "gpt2" else changes
+    target = load_target(make_target(tmp_path, model_type, **changes), attention="torch")
+    with pytest.raises(HeadConfigError) as caught:
+        attempt(target)
+    assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value), caught.value
+
+
+def test_adapters_of_another_target_are_refused(target: Target, tmp_path: Path, make_target: Any) -> None:
+    other = load_target(make_target(tmp_path / "other", intermediate_size=64), attention="torch")
+    with pytest.raises(HeadConfigError, match="name the target the head was trained for"):
+        LoraDraftLayers.load(LoraDraftLayers(target, 2).adapters, other)

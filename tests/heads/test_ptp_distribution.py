@@ -105,22 +105,6 @@ def test_conditional_equals_its_formula(trust: float) -> None:
     assert (conditional(logits, u, trust) - torch.tensor(wanted, dtype=torch.double)).abs().max() < 1e-9
 
 
-def test_mean_over_u_is_the_distribution() -> None:
-    """A grid of 2^14 u; the middle of a cell misses the mean over it by less than a cell."""
-    grid = torch.arange(1 << 14) / (1 << 14)
-    for logits in some(3, seed=1)[0]:
-        mean = conditional(logits.expand(len(grid), -1), grid, 0.8).mean(0)
-        assert (mean - logits.double().softmax(0)).abs().max() < 2 / len(grid)
-
-
-def test_limits_of_trust_are_pick_and_argmax() -> None:
-    """Near 1, u must lie within about 1e-3 of an edge to name another token than Pick: 30 edges, so 3 % at most."""
-    logits, u = some(4000)
-    assert (conditional(logits, u, 1 - 1e-6).argmax(-1) == pick(logits, u)).double().mean() > 0.97
-    assert torch.equal(conditional(logits, u, 1e-6).argmax(-1), logits.argmax(-1))
-    assert (conditional(logits, u, 0.5).argmax(-1) != pick(logits, u)).any()
-
-
 def test_tokens_without_mass_are_never_drafted() -> None:
     logits, u = some(500)
     gone = torch.rand(logits.shape, generator=torch.Generator().manual_seed(2)) < 0.9
@@ -131,16 +115,6 @@ def test_tokens_without_mass_are_never_drafted() -> None:
     assert found.isfinite().all()
     assert not found[~(logits > -torch.inf)].any()
     assert torch.isfinite(logits.gather(-1, found.argmax(-1)[:, None])).all()
-
-
-def test_trust_beats_pick_and_argmax_for_an_approximate_distribution() -> None:
-    """The target's logits are the row's with noise of deviation 1; 20,000 draws, standard error 0.35 %."""
-    logits, u = some(20000)
-    noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(3))
-    wanted = pick(logits + noise, u)
-    found = conditional(logits, u, 0.9).argmax(-1), pick(logits, u), logits.argmax(-1)
-    by_trust, by_pick, by_argmax = ((drafts == wanted).double().mean().item() for drafts in found)
-    assert by_trust > by_pick + 0.03 and by_trust > by_argmax + 0.13
 
 
 def test_likelihood_is_that_of_the_formula_with_finite_gradients() -> None:

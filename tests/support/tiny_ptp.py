@@ -6,7 +6,7 @@ import torch
 
 from tests.support.tiny import Decoded, llama_target
 from vllm_mtpc.config.ptp_config import PtpConfig
-from vllm_mtpc.eval.ptp_acceptance import draft, draft_rows, picked, request_u
+from vllm_mtpc.eval.ptp_acceptance import draft, draft_rows, request_u
 from vllm_mtpc.eval.text import Sampling
 from vllm_mtpc.heads.ptp.student import Prefix, Student
 from vllm_mtpc.hf import Target
@@ -69,7 +69,7 @@ def continue_prompt(
     u = request_u(sampling, [seed], 0, len(text) + new_tokens + drafts + 1, target.device)
     for k in range(len(text), u.shape[1]):  # u_k is a hash of (seed, k - 1)
         log_q = sampling.log_probs(target.logits(target.hidden(torch.tensor([text]))[:, -1]))
-        text.append(int(picked(sampling, log_q, u[:, k])))
+        text.append(int(log_q.argmax(-1) if sampling.greedy else pick(log_q, u[:, k])))
     tokens, at, accepted = torch.tensor(text), len(prompt), []  # x_1 of the first step
     while at + 1 - len(prompt) < new_tokens:
         rows, sure = draft_rows(student, drafts - 1), tokens[at + 1 : at + 2]  # x_2 is the target's own

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import LlamaForCausalLM
 
 from benchmarks.demo.byte_target import build_tokenizer
 from tests.support.models import make_target
@@ -16,19 +15,13 @@ from vllm_mtpc.hf import Target, load_target
 WORDS = "the cat sat on the mat and the dog sat on the cat while the rat ran from the mat to the hat. "
 
 
-def write_place(folder: Path, layers: int = 2) -> LlamaForCausalLM:
-    """Write a random byte target with a tokenizer, and some text; return the target."""
-    target = make_target(folder / "target", 257, seed=3, hidden_size=32, layers=layers)
-    build_tokenizer().save_pretrained(folder / "target")
-    lines = [{"text": WORDS[start : start + 60 + 3 * start]} for start in range(0, 24)]
-    (folder / "text.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return target
-
-
 @pytest.fixture(scope="module", name="place")
 def fixture_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("train")
-    write_place(folder)
+    make_target(folder / "target", 257, seed=3, hidden_size=32, layers=2)
+    build_tokenizer().save_pretrained(folder / "target")
+    lines = [{"text": WORDS[start : start + 60 + 3 * start]} for start in range(0, 24)]
+    (folder / "text.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support import byte_llama_reference as byte_llama
-from tests.support import evabyte_reference as evabyte
+from tests.support.byte_llama_reference import make_byte_target
 from tests.support.training import record_of, refused, train
 from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.cli import main
@@ -34,13 +33,10 @@ CHATS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["evabyte", "byte-llama"])
+@pytest.fixture(scope="module", params=["evabyte", "byte_llama"])
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
-    if request.param == "evabyte":
-        evabyte.make_evabyte(folder / "target")
-    else:
-        byte_llama.make_byte_llama(folder / "target", byte_llama.make_texts())
+    make_byte_target(request.param, folder / "target")
     (folder / "text.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in CHATS))
     return folder
 

@@ -1,34 +1,24 @@
-"""`vllm-mtpc train` on one process and on two: its files and its errors."""
+"""`vllm-mtpc train` on one process and on two: its files, and what interruptions leave."""
 
 from __future__ import annotations
 
-import errno
+import argparse
 import os
-import shutil
+import runpy
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
-from typing import IO
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaModel
 
-from benchmarks.demo import corpus
-from benchmarks.demo.byte_target import build_tokenizer
 from tests.support.training import flags, losses, record_of, refused, train
-from vllm_mtpc import demo, progress
+from vllm_mtpc import progress
 from vllm_mtpc.checkpoint import check_tensors, load_head, read_config
 from vllm_mtpc.cli import main
-from vllm_mtpc.hf import load_target
-from vllm_mtpc.train import command, run
-from vllm_mtpc.train.circuit_trainer import CircuitTrainer
-from vllm_mtpc.train.options import parse
-
-DRAFT_LAYERS = {"head": "backbone", "component_rank": 2}
-FEW = {"out": "none", "window": 4, "seq_len": 64, "windows_per_step": 16}
+from vllm_mtpc.train import command
 
 
 def test_run_writes_all_files_and_logs_lines(place, capsys, monkeypatch):
@@ -56,30 +46,6 @@ def test_run_writes_all_files_and_logs_lines(place, capsys, monkeypatch):
     check_tensors(out, read_config(out))
 
 
-def files_of(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_full_disk_keeps_the_earlier_head(place, capsys, monkeypatch):
-    out = train(place, "full")
-    shutil.rmtree(out / "state")
-    before = {path: data for path, data in files_of(out).items() if path.suffix != ".jsonl"}
-    write, space = Path.write_bytes, ["model.safetensors.partial"]
-
-    def full(path, data):
-        if path.name not in space:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(path, data)
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    error = refused(capsys, place, "full", seed=1)
-    assert error.endswith("No space left on device; free space and type the same again")
-    assert files_of(out).items() >= before.items()
-    monkeypatch.undo()
-    train(place, "full", seed=1, resume=True)  # nothing is trained again
-    assert files_of(out)[out / "model.safetensors"] != before[out / "model.safetensors"]
-
-
 def test_fine_tuning_starts_where_the_head_was(place):
     likelihood = {"beta": 0, "acceptance": 0}
     first = train(place, "first", circuit="cp", max_steps=30, **likelihood)
@@ -87,25 +53,18 @@ def test_fine_tuning_starts_where_the_head_was(place):
     assert losses(second)[0] < losses(first)[0] - 0.3
 
 
-def test_dry_run_writes_a_servable_head(place, capsys):
-    out = train(place, "dry", dry_run=True)
-    config, head = load_head(out)
-    assert head(torch.zeros(1, config.hidden_size)).leaf.isfinite().all()
-    assert "This head is untrained" in (out / "README.md").read_text()
-    assert not (out / "state").exists()
-    assert "untrained head written" in capsys.readouterr().out
-
-
 def test_finished_run_is_kept_and_resumed(place, capsys, monkeypatch):
     out = train(place, "finished", evaluation_sequences=0)
-    before = files_of(out)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     monkeypatch.setattr(command, "with_responses", lambda options: pytest.fail("responses were written first"))
     for changes in ({}, {"seed": 1}, {"regenerate": 4}):
         error = refused(capsys, place, "finished", **changes)
         assert "holds the state of another run (state); type --resume to go on with it, or another" in error
+    assert "This head is untrained" in (train(place, "dry", dry_run=True) / "README.md").read_text()
+    check_tensors(place / "dry", read_config(place / "dry"))
     error = refused(capsys, place, "finished", dry_run=True)
     assert "holds a head, which --dry-run would replace with an untrained one; type another --out" in error
-    assert files_of(out) == before
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
     for name in ("metrics.jsonl", "model.safetensors"):
         (out / name).unlink()
     train(place, "finished", evaluation_sequences=0, resume=True)
@@ -114,38 +73,12 @@ def test_finished_run_is_kept_and_resumed(place, capsys, monkeypatch):
     assert run_record["steps"] == 4 and run_record["peak_memory_bytes"] > 0
 
 
-def spread(place: Path, out: str, parallel: str, **changes: object) -> Path:
-    """The same command in two processes, of torchrun or of Ray."""
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    if parallel == "ray":
-        pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
-        start = []
-    changes |= {"ray_workers": 2} if parallel == "ray" else {"parallel": parallel}
-    words = [sys.executable, *start, "-m", "vllm_mtpc", "train", *flags(place, out, **changes)]
-    environment = dict(os.environ, OMP_NUM_THREADS="1")
+def test_two_processes_train_as_one(place):
+    one, two = train(place, "one", dtype="float32"), place / "two"
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "vllm_mtpc"]
+    words, environment = [*start, "train", *flags(place, "two", dtype="float32")], dict(os.environ, OMP_NUM_THREADS="1")
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
-    return place / out
-
-
-@pytest.mark.parametrize(
-    "parallel, head",
-    [
-        ("ddp", "linear"),
-        pytest.param("ray", "linear", marks=pytest.mark.slow),
-        pytest.param("fsdp", "linear", marks=pytest.mark.slow),
-        pytest.param("ddp", "backbone", marks=pytest.mark.slow),
-        pytest.param("fsdp", "backbone", marks=pytest.mark.slow),
-    ],
-)
-def test_two_processes_train_as_one(place, parallel, head):
-    own = {"dtype": "float32", "head": head}
-    if head == "backbone":
-        own |= {"component_rank": 2, "backbone_width": 16, "learning_rate": 1e-3}
-    one = place / f"one-{head}"
-    if not one.exists():
-        train(place, one.name, **own)
-    two = spread(place, f"two-{parallel}-{head}", parallel, **own)
     # The same windows and denominators; sums of float32 in another order, four steps of Adam on them.
     assert losses(two) == pytest.approx(losses(one), abs=1e-5)
     mine, theirs = load_file(one / "model.safetensors"), load_file(two / "model.safetensors")
@@ -153,64 +86,8 @@ def test_two_processes_train_as_one(place, parallel, head):
     for name in mine:
         torch.testing.assert_close(theirs[name], mine[name], atol=2e-4, rtol=0)
     # It must be able to fail: a step changes more than the tolerance.
-    learnt = "leaf_weight" if head == "linear" else "backbone.fc.weight"
-    began = load_file(train(place, f"start-{parallel}-{head}", dry_run=True, **own) / "model.safetensors")[learnt]
-    assert (mine[learnt] - began).abs().max() > (1e-2 if head == "linear" else 2e-3)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"data": "{place}/none.jsonl"}, "none.jsonl: no such file or folder with content; name files"),
-        ({"data": "{place}/none.jsonl", "regenerate": 4}, "none.jsonl: no such file or folder"),
-        ({"data": "{place}/none*.jsonl"}, "none*.jsonl: no such file or folder"),
-        ({"validation_data": "{place}/none.txt", "regenerate": 4}, "none.txt: no such file"),
-        ({"out": "{place}/text.jsonl/head"}, "text.jsonl/head: cannot be written to (Not a directory)"),
-        ({"out": "{place}/shut", "regenerate": 4}, "shut: cannot be written to (Permission denied)"),
-        ({"cache": "{place}/shut"}, "shut: cannot be written to (Permission denied)"),
-        ({"expander_rank": 8}, "expander_rank=8 is not an option of head 'linear'"),
-        ({"num_speculative_tokens": 4}, "at most 3 can be drafted"),
-        ({"init_from": "{place}/small"}, "cannot start from a head of"),
-        ({**DRAFT_LAYERS, "init_from": "{place}/small"}, "cannot start from a LinearHead"),
-        ({"head": "ptp", "init_from": "{place}/small"}, "a head of method mtpc; a PTP head starts from a PTP head"),
-        ({"head": "ptp", "u_embedding": "bits"}, "unknown u_embedding 'bits'"),
-        ({"head": "ptp", "u_features": 8}, "u_features=8 is not an option of u_embedding 'ieee'"),
-        ({"head": "ptp", "baseline": "{place}/small"}, "not a trained and measured head of variant independent"),
-        ({"data": "{place}/keys.jsonl"}, "keys.jsonl:1: keys prompt; a record must be one of"),
-        ({"data": "{place}/chat.jsonl"}, "chat.jsonl:1: the target has no chat template"),
-        ({"evaluation_tokens": 5000}, "lower --evaluation-tokens"),
-        ({"device": "tpu"}, "allowed are auto, cpu, cuda and cuda:N"),
-        ({"ray_workers": 2}, "pip install '.[ray]'"),
-        ({"seq_len": 1024}, "reads at most 512 tokens; set seq_len to that or less, or leave it out"),
-        ({"target": "no/such-model"}, "causal language model"),
-        ({"init_from": "nowhere"}, "no head at nowhere"),
-        ({"out": "{place}/target"}, "holds another model's config.json"),
-        ({"head": "backbone", "component_rank": 0}, "components=2 needs component_rank"),
-        ({**DRAFT_LAYERS, "aux_hidden_state_layer_ids": 3}, "rising numbers from 0 to 2"),
-        ({**DRAFT_LAYERS, "lora_layers": 1}, "lora_layers=1 with head 'backbone'"),
-    ],
-)
-def test_options_are_checked_before_weights_are_loaded(place, capsys, monkeypatch, changes, message):
-    (place / "shut").mkdir(exist_ok=True)
-    opened = tempfile.TemporaryFile
-
-    def refusing(dir: Path) -> IO[bytes]:
-        if dir.name == "shut":
-            raise PermissionError(errno.EACCES, "Permission denied")
-        return opened(dir=dir)
-
-    monkeypatch.setattr(tempfile, "TemporaryFile", refusing)
-    (place / "keys.jsonl").write_text('{"prompt": "a"}\n')
-    (place / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
-    if not (place / "small").exists():
-        train(place, "small", window=3, dry_run=True)
-    monkeypatch.setattr(run, "load_target", lambda *given: pytest.fail("weights were loaded"))
-    monkeypatch.setattr(command, "with_responses", lambda options: pytest.fail("responses were written"))
-    monkeypatch.setattr(run, "find_spec", lambda name: None)
-    given = {"out": "refused"} | {key: str(value).format(place=place) for key, value in changes.items()}
-    error = refused(capsys, place, **given)
-    assert error.startswith("vllm-mtpc: error: ") and message in error
-    assert not [*(place / "refused").glob("*"), *(place / "shut").iterdir()]
+    began = load_file(train(place, "start", dry_run=True, dtype="float32") / "model.safetensors")["leaf_weight"]
+    assert (mine["leaf_weight"] - began).abs().max() > 1e-2
 
 
 def test_interrupted_evaluation_keeps_the_head(place, capsys, monkeypatch):
@@ -224,67 +101,20 @@ def test_interrupted_evaluation_keeps_the_head(place, capsys, monkeypatch):
     check_tensors(out, read_config(out))
 
 
-def test_short_run_reads_part_of_the_data_at_default_rate(place, capsys, monkeypatch):
-    """Two steps of 16 windows, 16 bytes each, are 512 of the text's 2,000 bytes; many steps read all of it."""
-    monkeypatch.setattr(run, "MIN_BYTES", 0)
-    named = {"target": str(place / "target"), "data": [str(place / "text.jsonl")]}
-    target, read = load_target(named["target"]), {}
-    for steps in (2, 10000):
-        read[steps] = run.read_data(parse(FEW | named | {"max_steps": steps}), target)[1].documents
-    assert 2 < read[2] < read[10000] / 2 and read[10000] > 20
-    few = {"max_steps": 2, "windows_per_step": 16, "evaluation_sequences": 0}
-    settings = record_of(train(place, "short", **few, learning_rate=None, seq_len=None))["settings"]
-    assert "MB are read, which 2 steps need" in capsys.readouterr().out
-    assert settings["learning_rate"] == pytest.approx(1.2 / 32, rel=0.02)  # two digits are kept
-    assert settings["seq_len"] == 512
+def test_ray_example_continues_a_run_of_one_process(place, monkeypatch):
+    """With one worker, in this process."""
+    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
+    main_of_example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "ray_train.py"))["main"]
+    out, asked = train(place, "parts", max_steps=1, evaluation_sequences=0), []
 
+    def trainer(worker, train_loop_config, **config):
+        asked.append(config["scaling_config"].num_workers)
+        return SimpleNamespace(fit=lambda: worker(train_loop_config))
 
-@pytest.mark.parametrize("head, circuit, rank", [("shared", "cp", 16), ("shared", "ff", None), ("linear", "cp", None)])
-def test_components_of_large_vocabularies_have_low_rank(head, circuit, rank, tmp_path):
-    """Of a new head; one that continues another has its components."""
-    given = {"target": "x", "data": ["x"], "out": "x", "head": head, "circuit": circuit}
-    sizes = {"vocab_size": 2001, "hidden_size": 8}
-    made = CircuitTrainer.head_config(parse(given), LlamaConfig(), "x", sizes)
-    assert made.component_rank == rank
-    (tmp_path / "config.json").write_text(made.model_copy(update={"component_rank": None}).to_json())
-    options = parse({**given, "init_from": str(tmp_path)})
-    assert CircuitTrainer.head_config(options, LlamaConfig(), "x", sizes).component_rank is None
-
-
-def test_default_head_is_small_for_its_vocabulary(tmp_path):
-    """Or that of the head it continues."""
-    given = {"target": "x", "data": ["x"], "out": "x", "circuit": "cp"}
-
-    def made(vocab_size, **more):
-        sizes = {"vocab_size": vocab_size, "hidden_size": 8}
-        return CircuitTrainer.head_config(parse({**given, **more}), LlamaConfig(), "x", sizes)
-
-    assert [made(size).head for size in (320, 2000, 2001)] == ["linear", "linear", "shared"]
-    (tmp_path / "config.json").write_text(made(2001, head="linear").to_json())
-    assert made(2001, init_from=str(tmp_path)).head == "linear"
-
-
-def test_target_without_lm_head_is_refused(place, capsys):
-    """A backbone alone: transformers would make up an lm_head."""
-    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8}
-    LlamaModel(LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=1)).save_pretrained(place / "backbone")
-    build_tokenizer().save_pretrained(place / "backbone")
-    error = refused(capsys, place, "refused", target=place / "backbone")
-    assert "have no lm_head.weight (1 tensors of LlamaForCausalLM are missing)" in error
-
-
-@pytest.mark.slow
-def test_btree_beats_cp_beats_ff(tmp_path):
-    """Three trainings of 300 steps, minutes on a CPU; seeds are fixed, and the gaps are several standard errors."""
-    corpus.write_jsonl(corpus.load(), tmp_path)
-    found = {}
-    for circuit, components in (("ff", 1), ("cp", 8), ("btree", 8)):
-        words = ["--target", str(demo.path("target")), "--circuit", circuit, "--components", str(components)]
-        words += ["--data", str(tmp_path / "valid.jsonl"), "--out", str(tmp_path / circuit)]
-        words += ["--window", "8", "--max-steps", "300", "--windows-per-step", "384", "--learning-rate", "0.005"]
-        words += ["--seq-len", "256", "--evaluation-sequences", "192", "--block-rows", "400", "--device", "cpu"]
-        assert main(["train", *words]) == 0
-        found[circuit] = record_of(tmp_path / circuit)["figures"]["t1"]
-    figures = {circuit: values["tokens_per_step"] for circuit, values in found.items()}
-    assert figures["btree"] > figures["cp"] + 2 * found["cp"]["standard_error"], figures
-    assert figures["cp"] > figures["ff"] + 2 * found["ff"]["standard_error"], figures
+    monkeypatch.setitem(main_of_example.__globals__, "TorchTrainer", trainer)
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    options = command.read_options(parser.parse_args(flags(place, "parts", evaluation_sequences=0, resume=True)))
+    (place / "run.yaml").write_text(options.model_dump_json())
+    main_of_example("2", str(place / "run.yaml"))
+    assert asked == [2] and len(losses(out)) == 4

@@ -6,8 +6,6 @@ sequences (tests/support/enumeration.py).
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -16,8 +14,7 @@ from tests.support import enumeration
 from vllm_mtpc.circuits import CircuitParams
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads import build_head
-from vllm_mtpc.heads.base import Head
-from vllm_mtpc.train.losses import chunk_size, step_loss, window_loss
+from vllm_mtpc.train.losses import step_loss, window_loss
 from vllm_mtpc.train.options import TrainOptions
 
 V, N, R, B = 3, 4, 2, 3
@@ -37,13 +34,6 @@ def options(circuit: str, **changes) -> TrainOptions:
     r = 1 if circuit == "ff" else R
     values = {"beta": 0.0, "acceptance": 0.0, "train_first": True} | changes
     return TrainOptions(target="t", data=["d"], out="o", circuit=circuit, window=N, components=r, **values)
-
-
-def head_of(o: TrainOptions) -> Head:
-    sizes = {"model_type": "llama", "vocab_size": V, "hidden_size": 8}
-    names = {"circuit": o.circuit, "window": N, "num_components": o.num_components}
-    torch.manual_seed(0)
-    return build_head(HeadConfig.create(**names, target=sizes, verifier="../target"))
 
 
 def logits_of(name: str) -> list[torch.Tensor]:
@@ -109,15 +99,13 @@ def test_gradient_equals_differences(circuit, case):
     assert torch.autograd.gradcheck(loss, learnt, eps=1e-6, atol=1e-7, rtol=0)
 
 
-def test_default_chunk_fits_its_budget():
-    assert chunk_size(options("hmm"), SimpleNamespace(vocab_size=32000)) * N * R * 32000 * 16 <= 1 << 30
-
-
 def test_bf16_casts_only_the_products_of_the_head():
     found = {}
     for precision in ("float32", "bf16"):
         o = options("btree", precision=precision)
-        head = head_of(o)
+        names = {"circuit": "btree", "window": N, "num_components": R, "verifier": "../target"}
+        torch.manual_seed(0)
+        head = build_head(HeadConfig.create(**names, target={"model_type": "llama", "vocab_size": V, "hidden_size": 8}))
         with torch.no_grad():
             head.leaf_weight.normal_()
         seen = []
@@ -130,13 +118,3 @@ def test_bf16_casts_only_the_products_of_the_head():
         torch.testing.assert_close(seen[0].leaf.exp().sum(-1), torch.ones(B, N, R), atol=1e-5, rtol=0)
     assert found["bf16"] == pytest.approx(found["float32"], rel=0.02)  # 8 bits of mantissa in products of 8 terms
     assert found["bf16"] != found["float32"]
-
-
-def test_distribution_is_asked_for_only_where_it_is_needed():
-    o = options("cp")
-    head = head_of(o)
-
-    def refuse(piece: slice) -> torch.Tensor:
-        raise AssertionError("the likelihood of the text needs no distribution of the target")
-
-    assert step_loss(head, torch.randn(B, 8).__getitem__, TOKENS, COUNTS, refuse, o).isfinite()

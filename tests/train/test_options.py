@@ -1,15 +1,26 @@
-"""Options of a training run: file and flags have the same keys, and errors are one line."""
+"""Options of a training run: file and flags have the same keys; what is not allowed is refused in one line."""
 
 from __future__ import annotations
 
 import argparse
+import errno
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import IO
 
 import pytest
+from transformers import LlamaConfig, LlamaModel
 
+from benchmarks.demo.byte_target import build_tokenizer
+from tests.support.training import record_of, refused, train
 from vllm_mtpc.errors import MtpcError, UsageError
-from vllm_mtpc.train import command
+from vllm_mtpc.hf import load_target
+from vllm_mtpc.train import command, run
+from vllm_mtpc.train.circuit_trainer import CircuitTrainer
 from vllm_mtpc.train.options import TrainOptions, parse
+from vllm_mtpc.train.ptp.ptp_module import loss_name
+from vllm_mtpc.train.ptp.ptp_trainer import PtpTrainer
 
 REQUIRED = {"target": "t", "data": ["d"], "out": "o"}
 
@@ -18,22 +29,6 @@ def typed(*words: str) -> TrainOptions:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     return command.read_options(parser.parse_args(words))
-
-
-def test_help_has_all_options_and_starts_with_required_ones(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
-    parser = argparse.ArgumentParser(prog="train")
-    command.add_arguments(parser)
-    text, flags = parser.format_help(), {flag for action in parser._actions for flag in action.option_strings}
-    for name, field in TrainOptions.model_fields.items():
-        assert f"--{name.replace('_', '-')}" in flags and field.description
-    assert text.startswith("usage: train --target MODEL --data DATA... --out FOLDER [options]\n")
-    assert len(text.splitlines()) < 150 and " X " not in text
-    begins = [text.index(f"\n{title}:\n") for title in TrainOptions.groups.values()]
-    assert begins == sorted(begins)
-    names = ("target", "data", "out", "circuit", "gamma", "epochs", "resume,")
-    places = [text.index(f"\n  --{name} ") for name in names]
-    assert places == sorted(places) and begins[0] < places[0] and places[2] < begins[1] < places[3]
 
 
 def test_flags_are_converted_and_take_precedence_over_file(tmp_path):
@@ -45,56 +40,109 @@ def test_flags_are_converted_and_take_precedence_over_file(tmp_path):
     assert (o.cache, o.dry_run, o.out) == (Path("c"), True, Path("o"))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("windows: 8", "unknown key 'windows'; allowed keys: .*window"),
-        ("learning_rat: 8", "correct its name$"),
-        ("head: medusa", "'medusa'; allowed: linear, shared, backbone, hosted, product, ptp;"),
-        ("ptp_loss: ce", "ptp_loss is an option of PTP heads: remove ptp_loss, or set head ptp"),
-        ("circuit: tree", "tree"),
-        ("gamma: 2", "gamma"),
-        ("circuit: ff\ncomponents: 4", "exactly 1; use 'cp'"),
-        ("kl: reverse", "unknown key 'kl'"),
-        ("lora_layers: 1\ncache: c", "leave out cache"),
-        ("lora_layers: 3", "lora_layers"),
-        ("freeze_backbone: true", "freeze_backbone needs a trained backbone"),
-        ("head: backbone\ntrain_first: true", "train_first with head backbone"),
-        ("lora_rank: 8", "lora_rank is of draft layers: remove lora_rank, or set lora_layers to 1, 2 or 4"),
-        ("data: [a.txt, b/*.jsonl]\nsplit: test", "split='test' is an option of data sets"),
-        ("target: [", "cannot be read as YAML"),
-        ("head: ptp\ncircuit: hmm", "circuit is an option of circuits: remove circuit, or set another head"),
-        ("head: ptp\ncache: c", "cache is an option of circuits"),
-        ("variant: c-ptp", "variant is an option of PTP heads: remove variant, or set head ptp"),
-        ("head: shared\ntemperature: 0.5", "temperature is an option of PTP heads"),
-        ("head: ptp\nptp_loss: inverse", "ptp_loss 'inverse' with variant 'o-ptp': allowed are ce, bce; set"),
-        ("head: ptp\nvariant: c-ptp\nptp_loss: ce", "allowed are kl, reverse-kl, inverse"),
-        ("head: ptp\nvariant: independent\nbaseline: b", "it is the baseline itself; remove baseline"),
-        ("head: ptp\nproposals: student\nu_beta: 0.5", "its u is uniform; remove u_beta"),
-        ("head: ptp\ntemperature: 0", "temperature"),
-    ],
-)
-def test_errors_are_one_line(tmp_path, text, message):
-    file = tmp_path / "run.yaml"
-    file.write_text(f"target: t\ndata: [d]\nout: o\n{text}\n")
-    with pytest.raises(MtpcError, match=message) as caught:
-        typed("--config", str(file))
-    assert "\n" not in str(caught.value)
+PTP = "head: ptp\n"
+HOSTED = "drafter goes with head hosted or product"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         (None, "cannot be read"),
-        ("- a", "holds a list; a mapping is expected"),
-        ("target: t", "--data, --out missing; type: vllm-mtpc train"),
+        ("target: [", "cannot be read as YAML"),
+        ("windows: 8", "unknown key 'windows'; allowed keys: .*window"),
+        ("learning_rat: 8", "correct its name$"),
+        ("head: medusa", "'medusa'; allowed: linear, shared, backbone, hosted, product, ptp;"),
+        ("gamma: 2", "gamma"),
+        ("circuit: ff\ncomponents: 4", "exactly 1; use 'cp'"),
+        ("lora_layers: 1\ncache: c", "leave out cache"),
+        ("lora_rank: 8", "lora_rank is of draft layers: remove lora_rank, or set lora_layers to 1, 2 or 4"),
+        ("freeze_backbone: true", "freeze_backbone needs a trained backbone"),
+        ("head: backbone\ntrain_first: true", "train_first with head backbone"),
+        ("data: [a.txt, b/*.jsonl]\nsplit: test", "split='test' is an option of data sets"),
+        ("head: linear\ndrafter: mtp", HOSTED),
+        ("head: hosted", HOSTED),
+        ("head: hosted\ndrafter: dflash:x", "allowed are mtp and eagle3:CHECKPOINT"),
+        ("head: hosted\ndrafter: mtp\nstates: transformers", "with states auto or vllm"),
+        ("variant: c-ptp", "variant is an option of PTP heads: remove variant, or set head ptp"),
+        (f"{PTP}circuit: hmm", "circuit is an option of circuits: remove circuit, or set another head"),
+        (f"{PTP}ptp_loss: inverse", "ptp_loss 'inverse' with variant 'o-ptp': allowed are ce, bce; set"),
+        (f"{PTP}variant: independent\nbaseline: b", "it is the baseline itself; remove baseline"),
+        (f"{PTP}proposals: student\nu_beta: 0.5", "its u is uniform; remove u_beta"),
     ],
 )
-def test_bad_file_is_refused(tmp_path, text, message):
+def test_file_is_refused_in_one_line(tmp_path, text, message):
+    file = tmp_path / "run.yaml"
     if text:
-        (tmp_path / "run.yaml").write_text(text)
-    with pytest.raises(MtpcError, match=message):
-        typed("--config", str(tmp_path / "run.yaml"))
+        file.write_text(f"target: t\ndata: [d]\nout: o\n{text}\n")
+    with pytest.raises(MtpcError, match=message) as caught:
+        typed("--config", str(file))
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_option_and_several_engines_are_refused(monkeypatch):
+    with pytest.raises(UsageError, match="--data, --out missing; type: vllm-mtpc train"):
+        typed("--target", "t")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="type vllm-mtpc regenerate first"):
+        command.with_responses(parse(REQUIRED | {"regenerate": 4}))
+
+
+BACKBONE = {"head": "backbone", "component_rank": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": "{place}/none.jsonl", "regenerate": 4}, "none.jsonl: no such file or folder with content; name"),
+        ({"validation_data": "{place}/none.txt", "regenerate": 4}, "none.txt: no such file"),
+        ({"data": "{place}/keys.jsonl"}, "keys.jsonl:1: keys prompt; a record must be one of"),
+        ({"data": "{place}/chat.jsonl"}, "chat.jsonl:1: the target has no chat template"),
+        ({"out": "{place}/text.jsonl/head"}, "text.jsonl/head: cannot be written to (Not a directory)"),
+        ({"out": "{place}/shut", "regenerate": 4}, "shut: cannot be written to (Permission denied)"),
+        ({"out": "{place}/target"}, "holds another model's config.json"),
+        ({"cache": "{place}/shut"}, "shut: cannot be written to (Permission denied)"),
+        ({"expander_rank": 8}, "expander_rank=8 is not an option of head 'linear'"),
+        ({"init_from": "nowhere"}, "no head at nowhere"),
+        ({**BACKBONE, "init_from": "{place}/small"}, "cannot start from a head of class=LinearHead"),
+        ({"head": "ptp", "init_from": "{place}/small"}, "a head of method mtpc; a PTP head starts from a PTP head"),
+        ({"head": "ptp", "u_embedding": "bits"}, "unknown u_embedding 'bits'"),
+        ({"head": "ptp", "baseline": "{place}/small"}, "not a trained and measured head of variant independent"),
+        ({"evaluation_tokens": 5000}, "lower --evaluation-tokens"),
+        ({"device": "tpu"}, "allowed are auto, cpu, cuda and cuda:N"),
+        ({"seq_len": 1024}, "reads at most 512 tokens; set seq_len to that or less, or leave it out"),
+        ({"target": "no/such-model"}, "causal language model"),
+        ({**BACKBONE, "lora_layers": 1}, "lora_layers=1 with head 'backbone'"),
+    ],
+)
+def test_options_are_checked_before_weights_are_loaded(place, capsys, monkeypatch, changes, message):
+    (place / "shut").mkdir(exist_ok=True)
+    opened = tempfile.TemporaryFile
+
+    def refusing(dir: Path) -> IO[bytes]:
+        if dir.name == "shut":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(dir=dir)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refusing)
+    (place / "keys.jsonl").write_text('{"prompt": "a"}\n')
+    (place / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    if not (place / "small").exists():
+        train(place, "small", window=3, dry_run=True)
+    monkeypatch.setattr(run, "load_target", lambda *arguments: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(command, "with_responses", lambda options: pytest.fail("responses were written"))
+    values = {"out": "refused"} | {key: str(value).format(place=place) for key, value in changes.items()}
+    error = refused(capsys, place, **values)
+    assert error.startswith("vllm-mtpc: error: ") and message in error
+    assert not [*(place / "refused").glob("*"), *(place / "shut").iterdir()]
+
+
+def test_target_without_lm_head_is_refused(place, capsys):
+    """A backbone alone: transformers would make up an lm_head."""
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8}
+    LlamaModel(LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=1)).save_pretrained(place / "backbone")
+    build_tokenizer().save_pretrained(place / "backbone")
+    error = refused(capsys, place, "refused", target=place / "backbone")
+    assert "have no lm_head.weight (1 tensors of LlamaForCausalLM are missing)" in error
 
 
 @pytest.mark.parametrize(
@@ -104,19 +152,68 @@ def test_bad_file_is_refused(tmp_path, text, message):
         {"head": "ptp", "lora_rank": 8, "lora_alpha": 4},
         {"data": ["a.txt", "name:config"], "split": "test"},
         {"data": ["."], "split": "test"},  # a folder may be of parquet files
+        {"head": "ptp"},
     ],
 )
-def test_option_with_effect_is_accepted(values):
+def test_options_are_the_same_after_a_round_trip(values):
+    """As they reach a worker of Ray: every one of them is set."""
     options = parse(REQUIRED | values)
     assert parse(options.model_dump(mode="json")) == options
 
 
-def test_components_depend_on_the_circuit():
-    assert parse(REQUIRED).num_components == 32
+def test_defaults_depend_on_head_and_circuit():
+    ptp, circuit = parse(REQUIRED | {"head": "ptp"}), parse(REQUIRED)
+    assert (ptp.windows_per_step, ptp.learning_rate, loss_name(ptp)) == (512, 1e-3, "ce")
+    assert (circuit.windows_per_step, circuit.learning_rate) == (4096, None)  # None: by the width of the target
+    assert (ptp.variant, circuit.circuit, circuit.num_components) == ("o-ptp", "btree", 32)
     assert parse(REQUIRED | {"circuit": "ff"}).num_components == 1
+    assert loss_name(parse(REQUIRED | {"head": "ptp", "variant": "c-ptp"})) == "kl"
 
 
-def test_regeneration_in_several_processes_is_refused(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match="type vllm-mtpc regenerate first"):
-        command.with_responses(parse(REQUIRED | {"regenerate": 4}))
+@pytest.mark.parametrize("head, circuit, rank", [("shared", "cp", 16), ("shared", "ff", None), ("linear", "cp", None)])
+def test_default_head_and_components_fit_the_vocabulary(head, circuit, rank, tmp_path):
+    """Of a new head; one that continues another has its head and components."""
+
+    def made(vocab_size, **more):
+        sizes = {"vocab_size": vocab_size, "hidden_size": 8}
+        return CircuitTrainer.head_config(parse({**REQUIRED, "circuit": circuit, **more}), LlamaConfig(), "x", sizes)
+
+    assert made(2001, head=head).component_rank == rank
+    assert [made(size).head for size in (320, 2000, 2001)] == ["linear", "linear", "shared"]
+    source = made(2001, head=head).model_copy(update={"component_rank": None})
+    (tmp_path / "config.json").write_text(source.to_json())
+    continued = made(2001, init_from=str(tmp_path))
+    assert (continued.head, continued.component_rank) == (head, None)
+
+
+def test_short_run_reads_part_of_the_data_at_default_rate(place, capsys, monkeypatch):
+    """Two steps of 16 windows, 16 bytes each, are 512 of the text's 2,000 bytes; many steps read all of it."""
+    monkeypatch.setattr(run, "MIN_BYTES", 0)
+    named = {"target": str(place / "target"), "data": [str(place / "text.jsonl")], "out": "none", "window": 4}
+    target, read = load_target(named["target"]), {}
+    for steps in (2, 10000):
+        options = parse(named | {"seq_len": 64, "windows_per_step": 16, "max_steps": steps})
+        read[steps] = run.read_data(options, target)[1].documents
+    assert 2 < read[2] < read[10000] / 2 and read[10000] > 20
+    few = {"max_steps": 2, "windows_per_step": 16, "evaluation_sequences": 0}
+    settings = record_of(train(place, "short", **few, learning_rate=None, seq_len=None))["settings"]
+    assert "MB are read, which 2 steps need" in capsys.readouterr().out
+    assert settings["learning_rate"] == pytest.approx(1.2 / 32, rel=0.02)  # two digits are kept
+    assert settings["seq_len"] == 512
+
+
+def test_responses_are_sampled_as_trained(monkeypatch, tmp_path):
+    asked, sampling = [], {"temperature": 0.7, "top_k": 50, "top_p": 0.95}
+    monkeypatch.setattr("vllm_mtpc.batch.regenerate.regenerate", lambda values, _: asked.append(values) or values.out)
+    values = REQUIRED | sampling | {"head": "ptp", "out": tmp_path, "regenerate": 10}
+    assert command.with_responses(parse(values))[0].data == [str(tmp_path / "data" / "sampled.jsonl")]
+    assert [(found.temperature, found.top_k, found.top_p, found.limit) for found in asked] == [(0.7, 50, 0.95, 10)]
+
+
+def test_unused_u_is_reported():
+    options, baseline = (parse(REQUIRED | {"head": "ptp", "variant": name}) for name in ("o-ptp", "independent"))
+    figure = {"tokens_per_step": 2.0, "standard_error": 0.1, "sequences": 4, "contexts": 9999, "accuracy": 0.5}
+    for of, shuffled, warned in ((options, 0.2, False), (options, 0.49, True), (baseline, 0.49, False)):
+        results = {"t1": figure | {"shuffled_accuracy": shuffled}}
+        lines = PtpTrainer.comments(SimpleNamespace(options=of), results)
+        assert any("so u is not used" in line for line in lines) == warned

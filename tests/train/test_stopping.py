@@ -70,12 +70,12 @@ def test_run_killed_at_random_steps_resumes_bit_for_bit(place: Path) -> None:
 def test_second_signal_ends_process_at_once(monkeypatch) -> None:
     ended = []
     monkeypatch.setattr(os, "kill", lambda process, number: ended.append(number))
-    with Stopping(10, 1) as told:
-        told._receive(signal.SIGTERM, None)
-        told._receive(signal.SIGTERM, None)  # the same one: torchrun's agent passes on what its group was sent
-        assert not ended and told.due() and told.signal == signal.SIGTERM
+    with Stopping(10, 1) as stopping:
+        stopping._receive(signal.SIGTERM, None)
+        stopping._receive(signal.SIGTERM, None)  # the same one: torchrun's agent passes on what its group was sent
+        assert not ended and stopping.due() and stopping.signal == signal.SIGTERM
         monkeypatch.setattr(state, "SAME_SECONDS", -1.0)
-        told._receive(signal.SIGTERM, None)
+        stopping._receive(signal.SIGTERM, None)
         assert ended == [signal.SIGTERM] and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 

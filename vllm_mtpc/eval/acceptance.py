@@ -123,10 +123,3 @@ def summarise(contexts: Contexts, overlap: bool = True) -> Metrics:
         joint_bits=contexts.joint_nats.sum().item() * nats_to_bits / (1 + alive.shape[-1]),
         bytes_per_token=contexts.bytes_per_token,
     )
-
-
-def measure(
-    head: nn.Module, target: Target, samples: Samples, sampling: Sampling, num_drafts: int | None = None
-) -> Metrics:
-    """Return the metrics of ``head`` on texts of ``target`` that were drawn with the same sampling."""
-    return summarise(collect(head, target, samples, sampling, num_drafts))

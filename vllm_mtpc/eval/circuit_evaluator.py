@@ -15,10 +15,10 @@ from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.engine.served import Served
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.acceptance import Contexts, Metrics, collect, summarise
-from vllm_mtpc.eval.evaluator import Asked, Comparison, Evaluator
+from vllm_mtpc.eval.evaluator import Diagnosis, Evaluator, Requests
 from vllm_mtpc.eval.metrics import exact_counts, shown_shares, shown_tokens, step_starts
 from vllm_mtpc.eval.text import Samples, Sampling, with_backbone, with_draft_layers, with_drafter
-from vllm_mtpc.heads.adapters import DraftLayers
+from vllm_mtpc.heads.adapters import LoraDraftLayers
 from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.base import Head
 from vllm_mtpc.heads.hosted import HostedHead
@@ -33,6 +33,10 @@ class Evaluation:
     expected: Metrics  # last factor of each product averaged over the target's distribution
     along_text: Metrics  # the expectation given these texts
 
+    @property
+    def figures(self) -> Metrics:
+        return self.expected
+
 
 @dataclass(frozen=True)
 class MtpcEvaluator(Evaluator):
@@ -42,24 +46,20 @@ class MtpcEvaluator(Evaluator):
     config: HeadConfig
     head: Head
     target: Target
-    draft_layers: DraftLayers | None = None
+    draft_layers: LoraDraftLayers | None = None
 
     @classmethod
     def attach(cls, folder: Path, target: Target) -> MtpcEvaluator:
         config, head = load_head(folder, device=target.device)
         bind(head, target)
-        layers = DraftLayers.load(read_adapters(folder, config), target) if config.lora_layers else None
+        layers = LoraDraftLayers.load(read_adapters(folder, config), target) if config.lora_layers else None
         return cls(folder, config, head, target, layers)
-
-    @staticmethod
-    def reads_states(config: HeadConfig) -> bool:
-        return not config.lora_layers
 
     @staticmethod
     def serving(args: Namespace, config: HeadConfig, num_drafts: int, max_num_seqs: int) -> dict[str, Any]:
         if args.draft_pass:
             raise UsageError("--draft-pass: circuits draft without a pass; leave it out, or name a PTP head")
-        return {"min_acceptance": 0}
+        return {}
 
     def sampling(self, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Sampling:
         return Sampling(temperature, top_p, self.config.draft_sample_method == "greedy", top_k)
@@ -67,9 +67,6 @@ class MtpcEvaluator(Evaluator):
     def evaluate(self, samples: Samples, sampling: Sampling, num_drafts: int, seed: int) -> Evaluation:
         contexts = collect(self.head, self.target, self._read(samples), sampling, num_drafts)
         return Evaluation(sampling.temperature, summarise(contexts), summarise(contexts, overlap=False))
-
-    def metrics(self, result: Evaluation) -> Metrics:
-        return result.expected
 
     def title(self, num_drafts: int) -> str:
         config = self.config
@@ -87,12 +84,12 @@ class MtpcEvaluator(Evaluator):
             "texts, contexts": f"{expected.sequences}, {expected.contexts:,}",
         }
 
-    def compare(self, asked: Asked, served: Served) -> Comparison:
-        sampling = self.sampling(served.temperature, asked.top_p, asked.top_k)
-        samples = self._read(self.continue_served(asked, served, lambda *_: sampling))
-        contexts = collect(self.head, self.target, samples, sampling, asked.num_drafts)
+    def compare(self, requests: Requests, served: Served) -> Diagnosis:
+        sampling = self.sampling(served.temperature, requests.top_p, requests.top_k)
+        samples = self._read(self.continue_served(requests, served, lambda *_: sampling))
+        contexts = collect(self.head, self.target, samples, sampling, requests.num_drafts)
         chain, predicted = self.check_chain(samples, sampling), summarise(contexts, overlap=False)
-        return Comparison(served, predicted, noise_given_text(contexts), chain)
+        return Diagnosis(served, predicted, noise_given_text(contexts), chain)
 
     def _read(self, samples: Samples) -> Samples:
         if isinstance(self.head, BackboneHead):

@@ -16,7 +16,7 @@ from vllm_mtpc.report import check_file, print_table, write_json
 
 if TYPE_CHECKING:
     from vllm_mtpc.engine.served import Served
-    from vllm_mtpc.eval.evaluator import Asked, Comparison
+    from vllm_mtpc.eval.evaluator import Diagnosis, Requests
 
 MAX_NUM_SEQS = 16
 PROMPT_BYTES = 1 << 16  # of data read for each prompt
@@ -41,9 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from vllm_mtpc.engine import provenance
 
-    comparisons = diagnose(args)
-    rows, verdict = [_row(comparison) for comparison in comparisons], describe_health(comparisons)
-    healthy = all(comparison.fault is None for comparison in comparisons)
+    diagnoses = diagnose(args)
+    rows, verdict = [_row(diagnosis) for diagnosis in diagnoses], describe_health(diagnoses)
+    healthy = all(diagnosis.fault is None for diagnosis in diagnoses)
     _print(rows, verdict)
     if args.json:
         found = {"head": args.head, "healthy": healthy, "verdict": verdict, "comparisons": rows}
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if healthy else 1
 
 
-def diagnose(args: argparse.Namespace) -> list[Comparison]:
+def diagnose(args: argparse.Namespace) -> list[Diagnosis]:
     """Serve the head at each temperature, compute the expected acceptance along the served text, and compare.
 
     Raises:
@@ -64,7 +64,7 @@ def diagnose(args: argparse.Namespace) -> list[Comparison]:
     if importlib.util.find_spec("vllm") is None:
         raise UsageError(f"vllm is not installed, and doctor serves with it; type: {SETUP}")
     from vllm_mtpc.engine.options import ON_CPU
-    from vllm_mtpc.eval.evaluator import Asked, load, resolve, target_of
+    from vllm_mtpc.eval.evaluator import Requests, load, resolve, target_of
     from vllm_mtpc.eval.metrics import check_drafts
     from vllm_mtpc.families import FAMILIES
     from vllm_mtpc.hf import choose_device
@@ -90,28 +90,28 @@ def diagnose(args: argparse.Namespace) -> list[Comparison]:
     }
     temperature, top_k, top_p = family.default_sampling(config)
     seeds = [args.seed * len(prompts) + number for number in range(len(prompts))] if family.seeded else None
-    asked = Asked(prompts, drafts, top_k, top_p, seeds, args.draft_pass)
-    served = _serve(args, engine, asked, args.temperature or [0.0, temperature])
+    requests = Requests(prompts, drafts, top_k, top_p, seeds, args.draft_pass)
+    served = _serve(args, engine, requests, args.temperature or [0.0, temperature])
     # vLLM has ended, so its memory is free for the target. The dtype is the served one: only drafting can differ.
     evaluator = load(args.head, args.target, served[0].dtype, args.device, args.engine)
-    return [evaluator.compare(asked, one) for one in served]
+    return [evaluator.compare(requests, found) for found in served]
 
 
-def describe_health(comparisons: list[Comparison]) -> str:
+def describe_health(diagnoses: list[Diagnosis]) -> str:
     """Return the verdict in one line."""
     from vllm_mtpc.eval.evaluator import ERRORS, TOLERANCE
 
-    faults = [f"at T={one.served.temperature:g} {one.fault}" for one in comparisons if one.fault]
+    faults = [f"at T={found.served.temperature:g} {found.fault}" for found in diagnoses if found.fault]
     if faults:
         verdict = f"not healthy: {', '.join(faults)}"
-    elif any(abs(one.difference) > TOLERANCE for one in comparisons):
+    elif any(abs(found.difference) > TOLERANCE for found in diagnoses):
         verdict = "healthy within noise: more --prompts make the comparison sharper"
     else:
         verdict = "healthy: vLLM accepts the expected number of drafts"
     numbers = (
-        f"T={one.served.temperature:g}: {one.served.acceptance.tokens_per_drafted_step:.3f} tokens/step, "
-        f"expected {one.predicted.tokens_per_step:.3f} ± {one.noise:.3f}"
-        for one in comparisons
+        f"T={found.served.temperature:g}: {found.served.acceptance.tokens_per_drafted_step:.3f} tokens/step, "
+        f"expected {found.predicted.tokens_per_step:.3f} ± {found.noise:.3f}"
+        for found in diagnoses
     )
     return f"{verdict} ({'; '.join(numbers)}; allowed {TOLERANCE:.0%} or {ERRORS:g} standard errors)."
 
@@ -135,16 +135,18 @@ def _prompts(args: argparse.Namespace, target: str, drafts: int) -> tuple[list[l
     return found, getattr(config, "max_position_embeddings", None) or sys.maxsize
 
 
-def _serve(args: argparse.Namespace, engine: dict[str, Any], asked: Asked, temperatures: list[float]) -> list[Served]:
+def _serve(
+    args: argparse.Namespace, engine: dict[str, Any], requests: Requests, temperatures: list[float]
+) -> list[Served]:
     """Serve the prompts; raises UsageError after the end of vLLM's log."""
     from vllm_mtpc.engine.served import serve
 
-    sampling = {"top_k": asked.top_k, "top_p": asked.top_p}
+    sampling = {"top_k": requests.top_k, "top_p": requests.top_p}
     with tempfile.TemporaryDirectory() as folder:
         log = args.log or Path(folder) / "vllm.log"
         try:
-            prompts, limit = asked.prompts, args.max_tokens
-            return serve(engine, prompts, temperatures, limit, log, sampling=sampling, seeds=asked.seeds)
+            prompts, limit = requests.prompts, args.max_tokens
+            return serve(engine, prompts, temperatures, limit, log, sampling=sampling, seeds=requests.seeds)
         except EngineFailed as error:
             print(error, file=sys.stderr)
             raise UsageError(
@@ -152,16 +154,16 @@ def _serve(args: argparse.Namespace, engine: dict[str, Any], asked: Asked, tempe
             ) from None
 
 
-def _row(comparison: Comparison) -> dict[str, Any]:
-    counted, predicted, chain = comparison.served.acceptance, comparison.predicted, comparison.chain
+def _row(diagnosis: Diagnosis) -> dict[str, Any]:
+    counted, predicted, chain = diagnosis.served.acceptance, diagnosis.predicted, diagnosis.chain
     return {
-        "temperature": comparison.served.temperature,
+        "temperature": diagnosis.served.temperature,
         "served": {"tokens_per_step": counted.tokens_per_drafted_step, "per_position": list(counted.per_position)},
         "predicted": {"tokens_per_step": predicted.tokens_per_step, "per_position": predicted.per_position},
-        "standard_error": comparison.noise,
-        "difference": comparison.difference,
+        "standard_error": diagnosis.noise,
+        "difference": diagnosis.difference,
         "steps": {"served": counted.drafts, "predicted": predicted.steps},
-        "dtype": comparison.served.dtype,
+        "dtype": diagnosis.served.dtype,
         "text": {
             "tokens": chain.tokens,
             "tokens_differing": chain.differing,

@@ -23,6 +23,7 @@ from vllm_mtpc.eval.text import Samples, Sampling, generate, join
 from vllm_mtpc.families import FAMILIES
 from vllm_mtpc.hf import Target, choose_device, load_target
 from vllm_mtpc.hf.model import target_config
+from vllm_mtpc.kernels.pick import pick
 
 TOLERANCE = 0.02  # relative, of tokens/step
 ERRORS = 3.0  # standard errors that are still noise
@@ -31,7 +32,7 @@ BATCH = 8
 TIE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 
 
-class Asked(NamedTuple):
+class Requests(NamedTuple):
     """The requests that vLLM answered."""
 
     prompts: Sequence[Sequence[int]]
@@ -61,7 +62,7 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Diagnosis:
     """Served and expected tokens/step at one temperature."""
 
     served: Served
@@ -99,15 +100,11 @@ class Evaluator(Protocol):
     config: Any  # of the family
     target: Target
     seeded: ClassVar[bool] = False  # served text is compared draft by draft, so requests need seeds
+    needs_modules: ClassVar[bool] = False  # the head reads more of its target than states, which vLLM may compute
 
     @classmethod
     def attach(cls, folder: Path, target: Target) -> Evaluator:
         """Load the head of a folder for a loaded target of matching sizes."""
-
-    @staticmethod
-    def reads_states(config: Any) -> bool:
-        """Return whether a head reads nothing of its target but states, so that vLLM may compute them."""
-        return False
 
     @staticmethod
     def default_sampling(config: Any) -> tuple[float, int, float]:
@@ -132,10 +129,7 @@ class Evaluator(Protocol):
         return self.evaluate(samples, sampling, num_drafts, args.seed)
 
     def evaluate(self, samples: Samples, sampling: Sampling, num_drafts: int, seed: int) -> Any:
-        """Evaluate the head on text of the target; the result has the field `temperature`."""
-
-    def metrics(self, result: Any) -> StepMetrics:
-        """Return the expected tokens/step of the result of one temperature."""
+        """Evaluate the head on text of the target; the result has `temperature` and `figures`, its StepMetrics."""
 
     def title(self, num_drafts: int) -> str:
         """Describe the head in one line."""
@@ -147,35 +141,43 @@ class Evaluator(Protocol):
         """Return warnings about the head that follow from the results, a line each."""
         return []
 
-    def compare(self, asked: Asked, served: Served) -> Comparison:
+    def compare(self, requests: Requests, served: Served) -> Diagnosis:
         """Compute the counters that are expected along the served text."""
 
-    def continue_served(self, asked: Asked, served: Served, sampling_of: Callable[[int, list[int]], Any]) -> Samples:
+    def continue_served(
+        self, requests: Requests, served: Served, sampling_of: Callable[[int, list[int]], Any]
+    ) -> Samples:
         """Return the served texts as samples of the target.
 
         vLLM counts the drafts of a text's last step also past its end, where their tokens are dropped: the target
         continues the text for that step, with the sampling ``sampling_of`` (number of the first text, lengths).
         """
-        texts = [torch.tensor([*prompt, *answer]) for prompt, answer in zip(asked.prompts, served.outputs, strict=True)]
+        pairs = zip(requests.prompts, served.outputs, strict=True)
+        texts, more = [torch.tensor([*pair[0], *pair[1]]) for pair in pairs], {"overhang": requests.num_drafts}
         generator, pieces = torch.Generator(self.target.device).manual_seed(0), []
         for start in range(0, len(texts), BATCH):
             part = texts[start : start + BATCH]
             sampling = sampling_of(start, [len(row) for row in part])
-            pieces.append(generate(self.target, part, 0, sampling, generator, overhang=asked.num_drafts, stops=set()))
-        return replace(join(pieces), prompt_lengths=torch.tensor([len(prompt) for prompt in asked.prompts]))
+            pieces.append(generate(self.target, part, 0, sampling, generator, **more, stops=set()))
+        return replace(join(pieces), prompt_lengths=torch.tensor([len(prompt) for prompt in requests.prompts]))
 
     @torch.inference_mode()
-    def check_chain(self, samples: Samples, sampling: Sampling) -> Chain:
-        """Compare every token of the continuations with the target's distribution."""
+    def check_chain(self, samples: Samples, sampling: Sampling, u: Tensor | None = None) -> Chain:
+        """Compare every token of the continuations with the target's distribution, and with the token that u picks.
+
+        u[S, L]: of seeded requests; u[:, k] picks tokens[:, k].
+        """
         tie, count, differing = TIE.get(self.target.dtype, max(TIE.values())), 0, 0
         excess = variance = 0.0
-        for _, tokens, logits in samples.continuations(self.target):
+        for row, (place, tokens, logits) in enumerate(samples.continuations(self.target)):
             log_p = sampling.log_probs(logits)
             chosen = log_p.gather(-1, tokens[:, None])[:, 0]
             count += len(tokens)
             if sampling.greedy:
                 differing += int((log_p.amax(-1) - chosen > tie).sum())
                 continue
+            if u is not None:
+                differing += int((pick(log_p, u[row, place].to(log_p.device)) != tokens).sum())
             p, nats = log_p.exp(), -log_p.clamp(min=-1e4)  # -log p(x)
             mean = (p * nats).sum(-1, keepdim=True)  # of x ~ p
             excess += (-chosen - mean[:, 0]).clamp(max=30.0).sum().item()  # a token of no probability is 30 nats
@@ -189,9 +191,9 @@ def resolve(name: str) -> tuple[Path, AnyHeadConfig]:
     return folder, read_config(folder)
 
 
-def target_of(folder: Path, config: AnyHeadConfig, given: str | None) -> str:
-    """Return the target's name: ``given``, or the head's verifier."""
-    return given or resolve_verifier(folder, config.speculators_config.verifier.name_or_path)
+def target_of(folder: Path, config: AnyHeadConfig, name: str | None) -> str:
+    """Return the target's name: ``name``, or the head's verifier."""
+    return name or resolve_verifier(folder, config.speculators_config.verifier.name_or_path)
 
 
 def load(
@@ -200,9 +202,9 @@ def load(
     """Load a head and its target, which computes in ``dtype``; ``engine``: options of a target that vLLM must run."""
     (folder, config), on = resolve(name), choose_device(device)
     target_dtype, target = dtype if dtype == "auto" else getattr(torch, dtype), target_of(folder, config, target)
-    reads_states = FAMILIES[config.speculators_model_type].evaluator.reads_states(config)
-    hosted = getattr(config, "drafter", None)
-    if hosted or (reads_states and must_be_served(target_config(target), engine or {})):
+    family, hosted = FAMILIES[config.speculators_model_type].evaluator, getattr(config, "drafter", None)
+    needs_modules = family.needs_modules or getattr(config, "lora_layers", 0)
+    if hosted or (not needs_modules and must_be_served(target_config(target), engine or {})):
         drafter = hosted.serving(folder) if hosted else None
         return attach(folder, load_served_target(target, target_dtype, on, engine or {}, drafter))
     return attach(folder, load_target(target, target_dtype, on, attention="torch"))

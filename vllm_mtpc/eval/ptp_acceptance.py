@@ -28,8 +28,7 @@ from torch import Tensor
 from vllm_mtpc.eval.metrics import StepMetrics, check_drafts, exact_counts, step_starts
 from vllm_mtpc.eval.text import Samples, Sampling
 from vllm_mtpc.heads.ptp.distribution import STEPS, draft_tokens, edges, u_inside
-from vllm_mtpc.heads.ptp.student import UNINFORMED, Student
-from vllm_mtpc.kernels.pick import pick
+from vllm_mtpc.heads.ptp.student import UNUSED_U, Student
 from vllm_mtpc.kernels.uniform import uniform
 
 CHUNK_ELEMENTS = 2**24  # scores or logits of one pass: 64 MiB in float32
@@ -50,7 +49,7 @@ class PtpMetrics(StepMetrics):
     contexts: int
 
 
-class Windows(NamedTuple):
+class DraftedWindows(NamedTuple):
     """Drafts at every position of S texts where a step may start, and one more; T positions, K drafts."""
 
     right: Tensor  # [S, T + 1, K] bool: the draft is the text's token
@@ -66,17 +65,6 @@ class Windows(NamedTuple):
         return step_starts(alive, self.valid), alive
 
 
-def measure_ptp(
-    student: Student, samples: Samples, sampling: Sampling, num_drafts: int | None = None, seed: int = 0
-) -> PtpMetrics:
-    """Return the metrics of a head on texts that its target wrote with the same ``sampling``.
-
-    ``num_drafts``: K (None: as served); ``seed``: of the u inside their intervals. Raises UsageError where no text is
-    long enough for a step.
-    """
-    return summarise(collect(student, samples, sampling, num_drafts, seed))
-
-
 @torch.inference_mode()
 def collect(
     student: Student,
@@ -85,10 +73,19 @@ def collect(
     num_drafts: int | None = None,
     seed: int = 0,
     u: Tensor | None = None,
-) -> Windows:
+) -> DraftedWindows:
     """Draft at every position where a server may start a step (``Samples.starts``), and at one more of each text.
 
-    u[S, L]: u[:, k] picked tokens[:, k]; None: drawn inside the intervals.
+    Args:
+        student: The head on its target.
+        samples: Texts that the target wrote with the same ``sampling``.
+        sampling: Of text and drafts.
+        num_drafts: K; None: as served.
+        seed: Of the u inside their intervals.
+        u: [S, L], u[:, k] picked tokens[:, k]; None: drawn inside the intervals.
+
+    Raises:
+        UsageError: No text is long enough for a step.
     """
     config = student.config
     drafts = check_drafts(config.window, num_drafts, config.num_speculative_tokens)
@@ -108,21 +105,21 @@ def collect(
             continue
         start = first[texts][row] + column
         prefix = student.prefix(tokens.clamp(min=0))
-        own = _shifted(u[texts], row, start, drafts + 2)  # [B, K + 2]: u_(t+1)..u_(t+2+K), which pick
+        numbers = _shifted(u[texts], row, start, drafts + 2)  # [B, K + 2]: u_(t+1)..u_(t+2+K), which pick
         wanted, x_1 = _shifted(tokens, row, start + 1, drafts), tokens[row, start + 1]  # [B, K], [B]
-        others = own[torch.randperm(len(own), generator=generator)]
-        cases = ((right, own, own), (shuffled, others, own if is_plain else others))
+        others = numbers[torch.randperm(len(numbers), generator=generator)]
+        cases = ((right, numbers, numbers), (shuffled, others, numbers if is_plain else others))
         for found, shown, picks in cases if has_u else cases[:1]:
             for part in chunks(student, prefix.hidden.shape[1], rows.stop, len(row)):
                 hidden = student.aux(prefix, row[part], start[part], shown[part, : rows.stop])[:, rows]
                 drafted = draft(student, hidden, picks[part, 1 : drafts + 1], sampling.greedy, x_1[part]).cpu()
                 found[texts.start + row[part], column[part]] = drafted == wanted[part]
-    return Windows(right, shuffled if has_u else right, torch.arange(shape[1] - 1) < count[:, None])
+    return DraftedWindows(right, shuffled if has_u else right, torch.arange(shape[1] - 1) < count[:, None])
 
 
 def u_of_text(student: Student, samples: Samples, sampling: Sampling, seed: int) -> Tensor:
     """Draw u [S, L] float32, on the CPU, uniform inside the intervals of the tokens after each prompt; greedy: 0.5."""
-    u = torch.full(samples.tokens.shape, UNINFORMED)
+    u = torch.full(samples.tokens.shape, UNUSED_U)
     if sampling.greedy:
         return u
     generator = torch.Generator().manual_seed(seed)
@@ -175,7 +172,7 @@ def _shifted(values: Tensor, row: Tensor, start: Tensor, count: int) -> Tensor:
     return values[row[:, None], at.clamp(max=values.shape[1] - 1)]
 
 
-def summarise(windows: Windows) -> PtpMetrics:
+def summarise(windows: DraftedWindows) -> PtpMetrics:
     """Return the metrics of all texts."""
     valid, (starts, alive) = windows.valid, windows.steps()
     histogram = (starts[..., None] * exact_counts(alive)).sum((0, 1)) / starts.sum()
@@ -194,21 +191,15 @@ def summarise(windows: Windows) -> PtpMetrics:
     )
 
 
-def uses_u(metrics: PtpMetrics) -> bool:
+def uses_u(accuracy: float, shuffled: float, contexts: int) -> bool:
     """Return whether a head reads u: its drafts are clearly worse with the u of other windows."""
-    accuracy, shuffled = metrics.accuracy, metrics.shuffled_accuracy
-    noise = math.sqrt(max(accuracy * (1 - accuracy), 1e-12) / max(1, metrics.contexts))
+    noise = math.sqrt(max(accuracy * (1 - accuracy), 1e-12) / max(1, contexts))
     return accuracy - shuffled > max(0.02 * accuracy, 5 * noise)
 
 
 def request_u(sampling: Sampling, seeds: Sequence[int], first: int, count: int, device: torch.device) -> Tensor:
     """Return u [B, count] float32 of the tokens first .. first + count - 1 of B requests with seeds; greedy: 0.5."""
     if sampling.greedy:
-        return torch.full((len(seeds), count), UNINFORMED, device=device)
+        return torch.full((len(seeds), count), UNUSED_U, device=device)
     at = torch.arange(first - 1, first + count - 1, device=device)
     return torch.stack([uniform(torch.full_like(at, seed), at) for seed in seeds])
-
-
-def picked(sampling: Sampling, log_q: Tensor, u: Tensor) -> Tensor:
-    """Return the target's tokens [m] for log_q[m, V] of ``sampling`` and u[m]."""
-    return log_q.argmax(-1) if sampling.greedy else pick(log_q, u)

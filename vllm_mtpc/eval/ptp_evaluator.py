@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,11 @@ from vllm_mtpc.checkpoint import read_config
 from vllm_mtpc.checkpoint.ptp_head import load_student
 from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.engine.served import Served
-from vllm_mtpc.eval import ptp_acceptance as rule
-from vllm_mtpc.eval.evaluator import Asked, Comparison, Evaluator
+from vllm_mtpc.eval.evaluator import Diagnosis, Evaluator, Requests
 from vllm_mtpc.eval.metrics import StepMetrics, shown_shares, shown_tokens
-from vllm_mtpc.eval.ptp_acceptance import PtpMetrics
+from vllm_mtpc.eval.ptp_acceptance import PtpMetrics, collect, request_u, summarise, uses_u
 from vllm_mtpc.eval.text import Samples, Sampling
-from vllm_mtpc.heads.ptp.student import UNINFORMED, Student
+from vllm_mtpc.heads.ptp.student import UNUSED_U, Student
 from vllm_mtpc.hf import Target
 from vllm_mtpc.kernels.pick import pick
 from vllm_mtpc.plan.row_groups import VARIANTS
@@ -48,7 +47,7 @@ class PtpEvaluator(Evaluator):
     student: Student
     target: Target
 
-    seeded = True
+    seeded, needs_modules = True, True
 
     @classmethod
     def attach(cls, folder: Path, target: Target) -> PtpEvaluator:
@@ -67,11 +66,9 @@ class PtpEvaluator(Evaluator):
         return {"draft_pass": args.draft_pass or "two-pass", "max_aux_rows": max_num_seqs * rows}
 
     def evaluate(self, samples: Samples, sampling: Sampling, num_drafts: int, seed: int) -> PtpEvaluation:
-        metrics = rule.measure_ptp(self.student, samples, sampling, num_drafts, seed)
-        return PtpEvaluation(sampling.temperature, metrics, rule.uses_u(metrics))
-
-    def metrics(self, result: PtpEvaluation) -> PtpMetrics:
-        return result.figures
+        metrics = summarise(collect(self.student, samples, sampling, num_drafts, seed))
+        is_read = uses_u(metrics.accuracy, metrics.shuffled_accuracy, metrics.contexts)
+        return PtpEvaluation(sampling.temperature, metrics, is_read)
 
     def title(self, num_drafts: int) -> str:
         config = self.config
@@ -105,34 +102,22 @@ class PtpEvaluator(Evaluator):
             )
         return found
 
-    def compare(self, asked: Asked, served: Served) -> Comparison:
+    def compare(self, requests: Requests, served: Served) -> Diagnosis:
         """Compute the expected counters; the target continues each text with the u of its request."""
-        sampling = self.sampling(served.temperature, asked.top_p, asked.top_k)
-        pairs = zip(asked.prompts, served.outputs, strict=True)
-        longest = max(len(prompt) + len(answer) for prompt, answer in pairs) + asked.num_drafts
-        assert asked.seeds is not None  # `seeded`; numbers are of the tokens after the first one of each text
-        numbers = rule.request_u(sampling, asked.seeds, 1, longest, self.target.device)
+        sampling = self.sampling(served.temperature, requests.top_p, requests.top_k)
+        pairs = zip(requests.prompts, served.outputs, strict=True)
+        longest = max(len(prompt) + len(answer) for prompt, answer in pairs) + requests.num_drafts
+        assert requests.seeds is not None  # `seeded`; numbers are of the tokens after the first one of each text
+        numbers = request_u(sampling, requests.seeds, 1, longest, self.target.device)
 
         def coupled(first: int, lengths: list[int]) -> _Coupled:
             return _Coupled(sampling, numbers[first : first + len(lengths)], torch.tensor(lengths) - 1)
 
-        samples = self.continue_served(asked, served, coupled)
-        u = torch.nn.functional.pad(numbers.cpu(), (1, 0), value=UNINFORMED)[:, : samples.tokens.shape[1]]
-        windows = rule.collect(self.student, samples, sampling, asked.num_drafts, u=u)
-        predicted = StepMetrics.of(*windows.steps(two_pass=asked.draft_pass != "merged"))
-        chain = self.check_chain(samples, sampling)
-        if not sampling.greedy:
-            chain = replace(chain, differing=self._count_not_picked(samples, sampling, u))
-        return Comparison(served, predicted, 0.0, chain)
-
-    @torch.inference_mode()
-    def _count_not_picked(self, samples: Samples, sampling: Sampling, u: Tensor) -> int:
-        """Return how many tokens of the served texts are not those that their u picks."""
-        found = 0
-        for numbers, (place, tokens, logits) in zip(u, samples.continuations(self.target), strict=True):
-            picked = pick(sampling.log_probs(logits), numbers[place].to(logits.device))
-            found += int((picked != tokens).sum())
-        return found
+        samples = self.continue_served(requests, served, coupled)
+        u = torch.nn.functional.pad(numbers.cpu(), (1, 0), value=UNUSED_U)[:, : samples.tokens.shape[1]]
+        windows = collect(self.student, samples, sampling, requests.num_drafts, u=u)
+        predicted = StepMetrics.of(*windows.steps(two_pass=requests.draft_pass != "merged"))
+        return Diagnosis(served, predicted, 0.0, self.check_chain(samples, sampling, u))
 
 
 class _Coupled:
@@ -144,4 +129,4 @@ class _Coupled:
     def pick(self, log_probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         u = self.u.gather(1, self.at[:, None])[:, 0]
         self.at = self.at + 1
-        return rule.picked(self.sampling, log_probs, u)
+        return log_probs.argmax(-1) if self.sampling.greedy else pick(log_probs, u)

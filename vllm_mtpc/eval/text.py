@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from vllm_mtpc.data.sources import Documents
 from vllm_mtpc.engine.served_target import ServedTarget
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.heads.adapters import DraftLayers
+from vllm_mtpc.heads.adapters import LoraDraftLayers
 from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.hosted import DRAFTER
 from vllm_mtpc.heads.ptp.distribution import processed
@@ -171,7 +171,8 @@ def generate(
             states.append(session.read(columns[-1][:, None]))
         prompt_lengths = torch.tensor([len(prompt) for prompt in part])
         lengths, drawn = prompt_lengths + made.cpu(), torch.stack(columns, 1).cpu()
-        tokens = pad_sequence([torch.cat([one.cpu(), row]) for one, row in zip(part, drawn, strict=True)], True, -1)
+        texts = [torch.cat([prompt.cpu(), row]) for prompt, row in zip(part, drawn, strict=True)]
+        tokens = pad_sequence(texts, True, -1)
         padded, hidden = (prompt_lengths.max() - prompt_lengths).tolist(), torch.cat(states, 1).cpu()
         hidden = pad_sequence([row[before:] for row, before in zip(hidden, padded, strict=True)], True)
         known = torch.arange(tokens.shape[1]) < (lengths + overhang)[:, None]
@@ -195,7 +196,7 @@ def _generate_served(
     how |= {"top_k": sampling.top_k, "ignore_eos": True}
     first = generator.initial_seed() if generator else 0
     seeds, pieces = range(first, first + len(prompts)), []
-    answers = target.recorder.record([one.tolist() for one in prompts], how, seeds)
+    answers = target.recorder.record([prompt.tolist() for prompt in prompts], how, seeds)
     for prompt, found in zip(prompts, answers, strict=True):
         if len(found.tokens) < len(prompt) + new_tokens + overhang:
             more = f"{len(prompt)} tokens and {new_tokens + overhang} new ones are more than vLLM reads"
@@ -248,7 +249,7 @@ def with_backbone(samples: Samples, head: BackboneHead, target: Target, batch: i
 
 
 @torch.inference_mode()
-def with_draft_layers(samples: Samples, layers: DraftLayers, batch: int = 8) -> Samples:
+def with_draft_layers(samples: Samples, layers: LoraDraftLayers, batch: int = 8) -> Samples:
     """Add the states of draft ``layers``, which the head reads."""
     parts = samples.tokens[:, :-1].clamp(min=0).split(batch)
     states = [layers.draft(layers.trunk(tokens)).to(samples.hidden.dtype).cpu() for tokens in parts]

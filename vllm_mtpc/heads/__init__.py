@@ -23,7 +23,6 @@ class Option(NamedTuple):
     ge: float | None = 1  # bounds; of a list those of its numbers
     le: float | None = None
     is_optional: bool = False  # a config may omit it, which means the default
-    divides: str | None = None  # another option of the head
     of_target: Callable[[Mapping[str, Any]], Any] | None = None  # the default, from the target's config; None: unknown
 
 
@@ -81,10 +80,7 @@ _MLP_WIDTH = _first_of("intermediate_size")
 BACKBONE = (
     Option("backbone_layers", 2, "draft layers", le=5),
     Option("backbone_heads", 8, "attention heads of a draft layer", le=MAX_WIDTH, of_target=_QUERY_HEADS),
-    Option(
-        "backbone_kv_heads", 8, "key and value heads of a draft layer",
-        le=MAX_WIDTH, divides="backbone_heads", of_target=_KEY_HEADS,
-    ),
+    Option("backbone_kv_heads", 8, "key and value heads of a draft layer", le=MAX_WIDTH, of_target=_KEY_HEADS),
     Option("backbone_head_dim", 64, "width of an attention head, even", ge=2, le=MAX_WIDTH, of_target=_head_dim),
     Option("backbone_width", 1024, "width of a draft layer's MLP", le=MAX_WIDTH, of_target=_MLP_WIDTH),
     Option("backbone_theta", 10000.0, "base of the rotary positions", of_target=_theta),
@@ -151,21 +147,21 @@ def check_head(name: str, options: Mapping[str, Any]) -> None:
         HeadConfigError: the name is unknown, an option belongs to another head, is missing, or does not divide.
     """
     check_head_name(name)
-    own = {option.name: option for option in HEADS[name].options}
+    allowed = {option.name: option for option in HEADS[name].options}
     for key, value in options.items():
-        if value is not None and key not in own:
-            allowed = f"allowed: {', '.join(own)}" if own else "it has no such options"
-            raise HeadConfigError(f"{key}={value} is not an option of head {name!r}; {allowed}; remove {key}")
-        if value is None and key in own and not own[key].is_optional:
-            example = f"{key}={own[key].default}"
-            raise HeadConfigError(f"head {name!r} needs {key}; add it to the config, for example {example}")
-    for key, option in own.items():
-        divided = options[option.divides] if option.divides else None
-        if divided is not None and divided % options[key]:
+        if value is not None and key not in allowed:
             raise HeadConfigError(
-                f"{key}={options[key]} does not divide {option.divides}={divided}; set {key} to a divisor, for example "
-                f"{math.gcd(option.default, divided)}"
+                f"{key}={value} is not an option of head {name!r}; allowed: {', '.join(allowed)}; remove {key}"
             )
+        if value is None and key in allowed and not allowed[key].is_optional:
+            example = f"{key}={allowed[key].default}"
+            raise HeadConfigError(f"head {name!r} needs {key}; add it to the config, for example {example}")
+    heads, kv_heads = options.get("backbone_heads"), options.get("backbone_kv_heads")
+    if heads and kv_heads and heads % kv_heads:
+        raise HeadConfigError(
+            f"backbone_kv_heads={kv_heads} does not divide backbone_heads={heads}; set backbone_kv_heads to a divisor, "
+            f"for example {math.gcd(8, heads)}"
+        )
 
 
 def default_options(name: str, target: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,6 +182,6 @@ def build_head(config: Any) -> Head:
     from vllm_mtpc.circuits import get_circuit
 
     circuit = get_circuit(config.circuit, config.window, config.num_components)
-    given = {option.name: getattr(config, option.name) for option in HEADS[config.head].options}
-    options = {name: value for name, value in given.items() if value is not None}
+    names = [option.name for option in HEADS[config.head].options]
+    options = {name: value for name in names if (value := getattr(config, name)) is not None}
     return resolve_name(HEADS[config.head].location)(circuit, config.vocab_size, config.hidden_size, **options)

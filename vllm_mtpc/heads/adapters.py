@@ -2,7 +2,7 @@
 
               trunk: the first N - K layers, frozen, run once
         ┌───────────────┴──────────────┐
-   draft: the last K layers      verifier: the last K layers
+   draft: the last K layers      plain: the last K layers
    with LoRA, final norm         as they are, final norm
         │                              │
     head reads it                 lm_head reads it
@@ -81,8 +81,7 @@ class AdaptedLayers(nn.Module):
     def __init__(self, target: Any) -> None:
         super().__init__()
         self._target = (target,)  # in a tuple: its weights are neither parameters of this module nor in its state
-        self._weights = nn.ParameterDict()
-        self._names: dict[str, str] = {}  # name on disk -> name here: a parameter's name has no dots
+        self._weights = nn.ParameterDict()  # by their names in the view, "/" for each dot
 
     @property
     def target(self) -> Any:
@@ -107,18 +106,16 @@ class AdaptedLayers(nn.Module):
             )
         inject_adapter_in_model(lora_config(rank, alpha, modules, layers), view, ADAPTER)
         self._made = layers, rank, alpha, modules
-        # PEFT saves the names of the whole causal LM inside its own wrapper.
-        prefix = f"base_model.model.{self.target.model.base_model_prefix}."
         for name, value in view.named_parameters():
             if ".lora_" in name:
                 value.data = value.data.float()
-                key = name.replace(".", "/")
-                self._weights[key] = value
-                self._names[prefix + name.replace(f".{ADAPTER}.", ".")] = key
+                self._weights[name.replace(".", "/")] = value
 
     def lora(self) -> dict[str, Tensor]:
-        """Return the adapters by their names on disk."""
-        return {name: self._weights[key] for name, key in self._names.items()}
+        """Return the adapters by their names on disk: PEFT's, of the whole causal LM inside its own wrapper."""
+        prefix = f"base_model.model.{self.target.model.base_model_prefix}."
+        names = {key: key.replace("/", ".").replace(f".{ADAPTER}.", ".") for key in self._weights}
+        return {prefix + name: self._weights[key] for key, name in names.items()}
 
     @property
     def adapters(self) -> Adapters:
@@ -138,7 +135,7 @@ class AdaptedLayers(nn.Module):
             value.copy_(tensors[name])
 
 
-class DraftLayers(AdaptedLayers):
+class LoraDraftLayers(AdaptedLayers):
     """The last layers of a target with LoRA, its only parameters. B starts at 0: drafts read the target's own states.
 
     Args:
@@ -169,7 +166,7 @@ class DraftLayers(AdaptedLayers):
         self._views = {  # in a dict: not submodules
             "trunk": view_of(backbone, [*below, *map(_Skip, last)], norm=nn.Identity()),
             "draft": draft,
-            "verifier": view_of(backbone, [*skipped, *last]),
+            "plain": view_of(backbone, [*skipped, *last]),
         }
 
     @torch.no_grad()
@@ -182,12 +179,12 @@ class DraftLayers(AdaptedLayers):
         return self._last_layers("draft", trunk, documents)
 
     @torch.no_grad()
-    def verifier(self, trunk: Tensor, documents: Tensor | None = None) -> Tensor:
+    def plain(self, trunk: Tensor, documents: Tensor | None = None) -> Tensor:
         """Return the target's own states [B, S, D], bit for bit those of `Target.hidden`."""
-        return self._last_layers("verifier", trunk, documents)
+        return self._last_layers("plain", trunk, documents)
 
     @classmethod
-    def load(cls, adapters: Adapters, target: Any) -> DraftLayers:
+    def load(cls, adapters: Adapters, target: Any) -> LoraDraftLayers:
         """Return draft layers with the adapters of a head (`vllm_mtpc.checkpoint.load.read_adapters`).
 
         Raises:

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm_mtpc.errors import HeadConfigError
-from vllm_mtpc.heads.base import INIT_STD
+from vllm_mtpc.heads.base import INIT_STD, rank_in_group
 from vllm_mtpc.heads.hosted import WindowStatesHead
 
 KeysValues = tuple[Tensor, Tensor]  # [B, kv heads, S, head_dim] each
@@ -62,8 +62,8 @@ class Attention(nn.Module):
     def forward(self, states: Tensor, rope: Tensor, context: KeysValues, mask: Tensor) -> Tensor:
         """Attend from states [B, Q, D] to the context of S tokens and to each other, where mask [B, 1, Q, S + Q]."""
         queries = self.q_norm(self.q_proj(states).unflatten(-1, (self.heads, -1)))
-        own = self.keys_values(states, rope)
-        keys, values = (torch.cat([theirs, ours], 2) for theirs, ours in zip(context, own, strict=True))
+        pairs = zip(context, self.keys_values(states, rope), strict=True)
+        keys, values = (torch.cat([before, after], 2) for before, after in pairs)
         read = F.scaled_dot_product_attention(
             rotate(queries, rope).transpose(1, 2), keys, values, attn_mask=mask, enable_gqa=True
         )
@@ -138,8 +138,8 @@ class Backbone(nn.Module):
     def forward(self, queries: Tensor, position: Tensor, context: list[KeysValues], mask: Tensor) -> Tensor:
         """Return the states [B, Q, D] of queries [B, Q, D] at position [B, Q], reading where mask [B, 1, Q, S + Q]."""
         states, rope = queries, self.rope(position)
-        for layer, theirs in zip(self.layers, context, strict=True):
-            states = layer(states, rope, theirs, mask)
+        for layer, keys_values in zip(self.layers, context, strict=True):
+            states = layer(states, rope, keys_values, mask)
         return self.norm(states)
 
     def rope(self, position: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def rotate(states: Tensor, rope: Tensor) -> Tensor:
 
 
 class BackboneHead(WindowStatesHead):
-    """A head on the states [B, n, D] of its own draft layers.
+    """A head on the states [B, n, D] of trained draft layers.
 
     Leaf parameters: `backbone.*`, and component_in and component_out with more than one component.
     """
@@ -211,10 +211,7 @@ class BackboneHead(WindowStatesHead):
         """
         length = int(start.max()) + 1  # of the context that is read
         width = max(1, length // (CONTEXT_PER_QUERY * self.num_queries))
-        _, place, counts = row.unique(return_inverse=True, return_counts=True)
-        order = place.argsort(stable=True)
-        rank = torch.empty_like(order)  # of a window among those of its row
-        rank[order] = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[place[order]]
+        rank = rank_in_group(row)  # of a window among those of its row
         groups, place = (row * len(row) + rank // width).unique(return_inverse=True)
         rows, slot = groups // len(row), rank % width
         grid = torch.zeros(2, len(groups), width, dtype=torch.long, device=row.device)
@@ -271,6 +268,6 @@ def windows_mask(starts: Tensor, document: Tensor, num_queries: int) -> Tensor:
     """
     before = torch.arange(document.shape[1], device=starts.device) <= starts[..., None]  # [R, W, S]
     before &= document[:, None] == document.gather(1, starts)[..., None]
-    own = torch.eye(starts.shape[1], dtype=torch.bool, device=starts.device).expand(len(starts), -1, -1)
-    both = torch.cat([before, own.repeat_interleave(num_queries, 2)], 2)
+    same = torch.eye(starts.shape[1], dtype=torch.bool, device=starts.device).expand(len(starts), -1, -1)
+    both = torch.cat([before, same.repeat_interleave(num_queries, 2)], 2)
     return both.repeat_interleave(num_queries, 1)[:, None]

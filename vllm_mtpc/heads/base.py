@@ -54,7 +54,7 @@ class Head(nn.Module, ABC):
         vocab_size: V.
         hidden_size: D.
         token_rank: R, rank of the bigram; 0: none.
-        options: the head's own options, passed to `add_leaves`.
+        options: of this kind of head, passed to `add_leaves`.
     """
 
     needs_lm_head: ClassVar[bool] = False  # True: a `BorrowedLmHead`, which needs bind_lm_head before it is used
@@ -87,7 +87,7 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def add_leaves(self, *args: Any, **options: Any) -> None:
-        """Create the parameters of the leaves, uninitialised, in position order; a head names its own options."""
+        """Create the parameters of the leaves, uninitialised, in position order, for the options of the head."""
 
     @abstractmethod
     def reset_leaves(self) -> None:
@@ -123,11 +123,12 @@ class Head(nn.Module, ABC):
             num_drafts: K.
             in_blocks: for the kernel's path of blocks, which takes `low` and leaves with x_1.
         """
-        hidden, low = hidden.to(self.hidden_dtype), None
-        if in_blocks:
-            evidence, leaf, low = self.block_leaves(hidden, first, num_drafts)
-        else:
-            evidence, leaf = self.draft_leaves(hidden, first, num_drafts)
+        hidden = hidden.to(self.hidden_dtype)
+        evidence, leaf, low = self.draft_leaves(hidden, first, num_drafts)
+        if not in_blocks:
+            leaf, low = leaf if low is None else low.leaves(leaf), None
+            if evidence is None:
+                evidence, leaf = evidence_of(leaf[:, 0], first), leaf[:, 1:]
         return DraftParams(evidence, leaf, *self.sum_logits(hidden), first, self.bigram(num_drafts), low)
 
     def undivided(self) -> Head:
@@ -140,18 +141,15 @@ class Head(nn.Module, ABC):
             return None
         return Bigram(self.token_source, self.token_target[:num_positions])
 
-    def draft_leaves(self, hidden: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
-        """Return the evidence [B, r] of x_1 and the logits [B, K, r, V] of the drafts, as in `DraftParams`."""
-        if self.circuit.num_components == 1:  # its evidence cancels
-            return hidden.new_zeros(len(hidden), 1, dtype=torch.float32), self.unembed(hidden, 1, num_drafts + 1)
-        logits = self.unembed(hidden, 0, num_drafts + 1)
-        return evidence_of(logits[:, 0], first), logits[:, 1:]
-
-    def block_leaves(
+    def draft_leaves(
         self, hidden: Tensor, first: Tensor, num_drafts: int
     ) -> tuple[Tensor | None, Tensor, LowRank | None]:
         """Return evidence, leaf and low of `DraftParams` with the fewest bytes."""
-        return *self.draft_leaves(hidden, first, num_drafts), None
+        if self.circuit.num_components == 1:  # its evidence cancels
+            evidence = hidden.new_zeros(len(hidden), 1, dtype=torch.float32)
+            return evidence, self.unembed(hidden, 1, num_drafts + 1), None
+        logits = self.unembed(hidden, 0, num_drafts + 1)
+        return evidence_of(logits[:, 0], first), logits[:, 1:], None
 
     def forward(self, hidden: Tensor, num_positions: int | None = None) -> CircuitParams:
         """Return CircuitParams for hidden [B, D], of the first `num_positions` leaves (None: all)."""
@@ -171,6 +169,13 @@ class Head(nn.Module, ABC):
                 weight.normal_().mul_(INIT_STD)
         if self.inner_bias is not None:
             self.inner_bias.copy_(stay_bias(self.circuit.num_components, STAY_PROBABILITY))
+
+
+def rank_in_group(group: Tensor) -> Tensor:
+    """Return how many entries before each of group [B] int64 are equal to it."""
+    order, counts, rank = group.argsort(stable=True), torch.bincount(group), torch.empty_like(group)
+    rank[order] = torch.arange(len(group), device=group.device) - (counts.cumsum(0) - counts)[group[order]]
+    return rank
 
 
 def stay_bias(r: int, probability: float) -> Tensor:

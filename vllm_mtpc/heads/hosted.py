@@ -18,27 +18,23 @@ from torch import Tensor, nn
 from vllm_mtpc.heads.shared import BorrowedLmHead
 from vllm_mtpc.kernels.low_rank import LowRank
 
-DRAFTER = -1  # the number of a drafter's states among those of the target's layers
+# In a list of the target's layers whose states are read: not a layer, but the drafter, whose states come in its place.
+DRAFTER = -1
 
 
 class WindowStatesHead(BorrowedLmHead):
     """A head whose `hidden` is [B, Q, D], states after x_1 was read, not h [B, D]."""
 
     def sum_logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """As in Head, from the first state."""
-        return super().sum_logits(hidden[:, 0])
+        """As in Head, from the first state; [B, D] is one state of each window, too."""
+        return super().sum_logits(hidden.reshape(len(hidden), -1, self.hidden_size)[:, 0])
 
     def unembed(self, hidden: Tensor, start: int, stop: int) -> Tensor:
         """As in BorrowedLmHead; the leaf of x_1 is the same for every token and component."""
         drafted = super().unembed(hidden, max(1, start), stop)
         return drafted if start else F.pad(drafted, (0, 0, 0, 0, 1, 0))
 
-    def draft_leaves(self, hidden: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
-        """As in BorrowedLmHead."""
-        evidence, base, low = self.block_leaves(hidden, first, num_drafts)
-        return evidence, base if low is None else low.leaves(base)
-
-    def block_leaves(self, hidden: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor, LowRank | None]:
+    def draft_leaves(self, hidden: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor, LowRank | None]:
         """As in BorrowedLmHead."""
         evidence = torch.zeros(len(hidden), self.circuit.num_components, device=hidden.device)  # equal for all z
         return evidence, *self.base_leaves(hidden, 1, num_drafts + 1)
@@ -63,10 +59,6 @@ class HostedHead(WindowStatesHead):
         self.reset_components()
         if self.component_rank:
             self.component_out.zero_()
-
-    def sum_logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """As in WindowStatesHead; [B, D] is one state of each window, too."""
-        return super().sum_logits(hidden.view(len(hidden), -1, self.hidden_size))
 
     def states(self, hidden: Tensor, start: int, stop: int) -> Tensor:
         """As in BorrowedLmHead, for positions after x_1."""

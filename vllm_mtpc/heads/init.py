@@ -49,13 +49,13 @@ def init_backbone(backbone: Backbone, target: Any) -> str:
     layers = [*reversed(getattr(theirs, "layers", ())), *(nn.Module() for _ in backbone.layers)]
     modules = [("norm.", backbone.norm, getattr(theirs, "norm", nn.Module()))]
     modules += [("", *pair) for pair in zip(reversed(backbone.layers), layers, strict=False)]
-    for prefix, ours, given in modules:
-        own, weights = dict(ours.named_parameters()), _split_fused(dict(given.named_parameters()))
+    for prefix, ours, part in modules:
+        wanted, weights = dict(ours.named_parameters()), _split_fused(dict(part.named_parameters()))
         # norms of EvaByte scale by 1 + weight, a backbone's by its weight
-        less = {f"{name}.weight".lstrip(".") for name, part in given.named_modules() if hasattr(part, "unit_offset")}
-        for name in own | weights:
-            if name in own and name in weights and weights[name].shape == own[name].shape:
-                own[name].copy_(weights[name] + float(name in less))
+        less = {f"{name}.weight".lstrip(".") for name, norm in part.named_modules() if hasattr(norm, "unit_offset")}
+        for name in wanted | weights:
+            if name in wanted and name in weights and weights[name].shape == wanted[name].shape:
+                wanted[name].copy_(weights[name] + float(name in less))
             else:
                 missing.append(f"{prefix}{name}".removesuffix(".weight"))
     return f"not copied: {', '.join(dict.fromkeys(missing))}" if missing else ""
@@ -87,17 +87,17 @@ def init_from_head(head: Head, source: Head, seed: int = 0) -> None:
     check_source(head, source)
     repeats = head.circuit.num_components // source.circuit.num_components
     generator = torch.Generator().manual_seed(seed)
-    given, wanted = dict(source.named_parameters()), dict(head.named_parameters())
-    for name, value in given.items():
+    trained, wanted = dict(source.named_parameters()), dict(head.named_parameters())
+    for name, value in trained.items():
         dims = head.component_dims.get(name, ())
         value = value.repeat([repeats if dim in dims else 1 for dim in range(value.dim())])
         if repeats > 1 and name == head.noise_in:
             noise = torch.randn(value.shape, generator=generator) * INIT_STD * value.shape[-1] ** -0.5
             value = value + noise.to(value)
         wanted[name].copy_(value)
-    if "component_out" in wanted and "component_out" not in given:
+    if "component_out" in wanted and "component_out" not in trained:
         head.component_out.zero_()
-    if head.inner_weight is not None and head.inner_bias is not None and "inner_bias" not in given:
+    if head.inner_weight is not None and head.inner_bias is not None and "inner_bias" not in trained:
         head.inner_weight.zero_()
         head.inner_bias.copy_(stay_bias(head.circuit.num_components, INHERITED_STAY))
 
@@ -105,37 +105,26 @@ def init_from_head(head: Head, source: Head, seed: int = 0) -> None:
 def check_source(head: Head, source: Head) -> None:
     """Raise HeadConfigError unless `head` can start from `source`."""
     ours, theirs = head.circuit, source.circuit
-    if type(head) is not type(source):
-        raise HeadConfigError(
-            f"a {type(head).__name__} cannot start from a {type(source).__name__}; allowed: a head of the same kind; "
-            "set head to the source's"
-        )
-    sizes = [(h.circuit.window, h.vocab_size, h.hidden_size) for h in (head, source)]
-    if sizes[0] != sizes[1]:
-        raise HeadConfigError(
-            f"window, vocab_size, hidden_size = {sizes[0]} cannot start from a head of {sizes[1]}; allowed: the same "
-            "three; train without a source head, or set them to the source's"
-        )
-    if ours.name != theirs.name and (theirs.num_inner or not ours.has_root):
-        more = [] if theirs.num_inner else [name for name in CIRCUITS if circuit_class(name).max_components > 1]
-        allowed = ", ".join(dict.fromkeys((theirs.name, *more)))
-        raise HeadConfigError(
-            f"circuit {ours.name!r} cannot start from a {theirs.name!r} head; allowed from it: {allowed}; set circuit "
-            "to one of them"
-        )
-    if ours.num_components % theirs.num_components:
-        raise HeadConfigError(
-            f"num_components={ours.num_components} cannot start from a head with {theirs.num_components}; allowed: "
-            f"multiples of {theirs.num_components}; set num_components to one"
-        )
-    free = {  # options that the source need not have
+    mixtures = [] if theirs.num_inner else [name for name in CIRCUITS if circuit_class(name).max_components > 1]
+    circuits, multiples = list(dict.fromkeys((theirs.name, *mixtures))), f"multiples of {theirs.num_components}"
+    may_lack = {  # options that the source need not have
         "token_rank": source.token_source is None,
         "component_rank": theirs.num_components == 1 and not source.component_rank,
     }
-    given, wanted = ({**h.options, "token_rank": h.token_rank} for h in (head, source))
-    for name in given | wanted:
-        own, needed = given.get(name) or 0, wanted.get(name) or 0
-        if own != needed and not free.get(name):
-            raise HeadConfigError(
-                f"{name}={own} cannot start from a head with {name}={needed}; set {name} to the source's"
-            )
+    found, needed = ({**_sizes(h), **h.options, "token_rank": h.token_rank} for h in (head, source))
+    rows = [(name, found.get(name) or 0, needed.get(name) or 0, "the same") for name in found | needed]
+    rows = [row for row in rows if row[1] != row[2] and not may_lack.get(row[0])]
+    if ours.name not in circuits:
+        rows.append(("circuit", ours.name, theirs.name, ", ".join(circuits)))
+    if ours.num_components % theirs.num_components:
+        rows.append(("num_components", ours.num_components, theirs.num_components, multiples))
+    for name, value, same, allowed in rows:
+        raise HeadConfigError(
+            f"{name}={value} cannot start from a head of {name}={same}; allowed: {allowed}; set that, or train without "
+            "a source head"
+        )
+
+
+def _sizes(head: Head) -> dict[str, object]:
+    sizes = head.circuit.window, head.vocab_size, head.hidden_size
+    return {"class": type(head).__name__, "window, vocab_size, hidden_size": sizes}

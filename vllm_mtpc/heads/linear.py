@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from vllm_mtpc.heads.base import INIT_STD, DraftParams, Head
 from vllm_mtpc.kernels import leaf
+from vllm_mtpc.kernels.low_rank import LowRank
 from vllm_mtpc.kernels.shard import Shard
 
 # Minimum bytes of unembeddings that are divided over the ranks: reading them must cost more than the gather.
@@ -59,23 +60,25 @@ class LinearHead(Head):
         root = root.float() if root.shape[1] else product.new_zeros(batch, r, dtype=torch.float32)
         return DraftParams(evidence, drafted, root, inner, first, self.bigram(num_drafts))
 
-    def draft_leaves(self, hidden: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
+    def draft_leaves(
+        self, hidden: Tensor, first: Tensor, num_drafts: int
+    ) -> tuple[Tensor | None, Tensor, LowRank | None]:
         if self.circuit.num_components == 1 and self.shard is None:
             return super().draft_leaves(hidden, first, num_drafts)
         if hidden.is_cuda:
-            return self._draft_apart(hidden, first, num_drafts)
+            return *self._draft_apart(hidden, first, num_drafts), None
         logits = self.unembed(hidden, 0, num_drafts + 1)
-        return self._join_ranks(logits[:, 0], logits[:, 1:], first)
+        return *self._join_ranks(logits[:, 0], logits[:, 1:], first), None
 
     def _draft_apart(self, hidden: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
-        """draft_leaves by two products, which do not store the logits of x_1."""
+        """Return evidence and leaf by two products, which do not store the logits of x_1."""
         first = first if self.shard is None else first - self.shard.start
         terms = leaf.terms(hidden, self.leaf_weight[0], first)
         logits = self.unembed(hidden, 1, num_drafts + 1)
         return (terms[:, 1] - terms[:, 0], logits) if self.shard is None else self.shard.join(terms, logits)
 
     def _join_ranks(self, at_first: Tensor, drafted: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-        """draft_leaves from the logits [B, r, V] of x_1 and [B, K, r, V] of the drafts, of this rank's tokens."""
+        """Return evidence and leaf from the logits [B, r, V] of x_1 and [B, K, r, V] of the drafts, of this rank."""
         if self.shard is None:
             evidence = leaf.evidence_of(at_first, first)
             return evidence if evidence.shape[1] > 1 else torch.zeros_like(evidence), drafted  # one cancels
@@ -105,6 +108,6 @@ class LinearHead(Head):
         self.leaf_weight = self.root_weight = self.inner_weight = None
 
 
-def pays(num_bytes: int, num_ranks: int, device_type: str) -> bool:
+def is_sharded(num_bytes: int, num_ranks: int, device_type: str) -> bool:
     """Return whether unembeddings of `num_bytes` are divided over the ranks of a tensor-parallel group."""
     return num_ranks > 1 and num_bytes >= SHARD_BYTES.get(device_type, SHARD_BYTES_GPU)

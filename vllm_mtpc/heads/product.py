@@ -1,4 +1,4 @@
-"""The product of a drafter's distributions and a circuit with leaves of its own, conditioned exactly.
+"""The product of a drafter's distributions and a circuit with trained leaves, conditioned exactly.
 
     q(x_2 .. x_(1+K)) = PC(x_2 .. x_(1+K)) prod_k f_k(x_k) / Z
     f_k = softmax(base[k])                    the drafter's distribution of x_k (`hosted.py`)
@@ -72,12 +72,12 @@ class ProductHead(HostedHead):
     def _normalisers(self, leaf: Tensor, low: LowRank | None) -> Tensor:
         """Return log sum_v exp of the logits of `DraftParams`: [B, K, r], float32, also of a shard of them."""
         shard = self.leaf_shard
-        own = leaf.shape[-1] if shard is None else shard.stop - shard.start  # the other columns are padding
-        leaf = leaf[..., :own].float()
+        columns = leaf.shape[-1] if shard is None else shard.stop - shard.start  # the others are padding
+        leaf = leaf[..., :columns].float()
         if low is None:
             norms = leaf.logsumexp(-1)
         else:  # A is the same for every request: a matrix product, without the leaves [B, K, r, V]
             top = F.pad(leaf, (0, 1), value=LEAST).amax(-1)
-            factors = torch.bmm(low.low[0].float(), low.out[..., :own].float()).exp()  # [K, r, own]
+            factors = torch.bmm(low.low[0].float(), low.out[..., :columns].float()).exp()
             norms = torch.einsum("bkv,kzv->bkz", (leaf[:, :, 0] - top).exp(), factors).log() + top
         return norms if shard is None else shard.normalisers(norms)

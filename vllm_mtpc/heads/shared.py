@@ -71,8 +71,8 @@ class BorrowedLmHead(Head):
         """As in Head."""
         if (shard := self.leaf_shard) is None:
             return self
-        own, head = self._lm_head[0], copy.copy(self)  # its parameters are those of self, also when they are replaced
-        head._lm_head = (lambda states: shard.whole(own(states).flatten(0, -2)).unflatten(0, states.shape[:-1]),)
+        columns, head = self._lm_head[0], copy.copy(self)  # parameters of self, also when they are replaced
+        head._lm_head = (lambda states: shard.whole(columns(states).flatten(0, -2)).unflatten(0, states.shape[:-1]),)
         head.leaf_shard = None
         return head
 
@@ -109,25 +109,17 @@ class BorrowedLmHead(Head):
         """Return A[k, z] s_k [B, k, r, R_c] for states [B, k, 1, D]."""
         return torch.einsum("bkd,kzcd->kbzc", states[:, :, 0], self.component_in[positions]).transpose(0, 1)
 
-    def draft_leaves(self, hidden: Tensor, first: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
-        """As in Head; with a shard the logits are this rank's columns [B, K, r, rows]."""
-        if self.leaf_shard is None or self.circuit.num_components == 1:
-            return super().draft_leaves(hidden, first, num_drafts)
-        evidence, base, low = self.block_leaves(hidden, first, num_drafts)
-        assert evidence is not None  # the ranks exchange it
-        return evidence, base if low is None else low.leaves(base)
-
-    def block_leaves(
+    def draft_leaves(
         self, hidden: Tensor, first: Tensor, num_drafts: int
     ) -> tuple[Tensor | None, Tensor, LowRank | None]:
-        """As in Head; with a shard the evidence is exchanged here."""
+        """As in Head; with a shard the logits are this rank's columns [B, K, r, rows] and the evidence is exchanged."""
         if self.circuit.num_components == 1:
-            return super().block_leaves(hidden, first, num_drafts)
+            return super().draft_leaves(hidden, first, num_drafts)
         (base, low), shard = self.base_leaves(hidden, 0, num_drafts + 1), self.leaf_shard
         if shard is None:
             return None, base, low
-        own = base[:, :1] if low is None else low.positions(0, 1).leaves(base[:, :1])
-        terms = leaf.terms_of(own[:, 0, :, : shard.stop - shard.start], first - shard.start)
+        at_first = base[:, :1] if low is None else low.positions(0, 1).leaves(base[:, :1])
+        terms = leaf.terms_of(at_first[:, 0, :, : shard.stop - shard.start], first - shard.start)
         return shard.evidence(terms), base[:, 1:], low and low.positions(1)
 
 

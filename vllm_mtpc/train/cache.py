@@ -13,11 +13,10 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,7 +33,6 @@ SHARD_BYTES = 1 << 29  # of a shard: the work that an interruption may lose
 SLOW_ROWS = 64  # number of rows from which on progress is shown
 SAMPLED_WEIGHTS = 64  # of each parameter, in a target's fingerprint
 INDEX_FILE = "index.json"
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def data_fingerprint(rows: Rows) -> str:
@@ -78,18 +76,16 @@ class Computed:
 
     target: Target
     rows: Rows  # [N, S]
-    dtype: Any = None  # torch.dtype of the states; None: the target's
     layer: int | None = None  # return the input of this decoder layer (0 is the first), not the final states
     layers: Sequence[int] = ()  # the states after these layers come before the final ones, [B, S, (m + 1) D]
 
     def __post_init__(self) -> None:
-        self.dtype = self.dtype or self.target.dtype
         self.hidden_size = (len(self.layers) + 1) * self.target.hidden_size
 
     def hidden(self, row_indices: Tensor) -> Tensor:
         """Return the states, [B, S, D], of rows[row_indices [B]] on the target's device; state t predicts t + 1."""
         shape = len(row_indices), self.rows.tokens.shape[1], self.hidden_size
-        states = torch.empty(shape, dtype=self.dtype, device=self.target.device)
+        states = torch.empty(shape, dtype=self.target.dtype, device=self.target.device)
         layers = self.layers if self.layer is None else [self.layer]
         is_quick = shape[0] < SLOW_ROWS or shape[0] <= self.target.rows_at_once
         with Bar(total=shape[0], desc="hidden states", unit="row", leave=False, disable=is_quick) as bar:
@@ -120,122 +116,99 @@ class HiddenCache:
         return states.to(self.device)
 
 
-class Shard(NamedTuple):
-    """A file of a cache, which any process that has the target can write."""
-
-    path: Path
-    rows: Rows  # [R, S]
-    dtype: torch.dtype
-    layers: Sequence[int]
-    metadata: dict[str, str]
-
-    def copy(self) -> Shard:
-        """Return a shard to be pickled: slices would be pickled with the rows of all shards."""
-        return self._replace(rows=Rows(*(part.clone() for part in self.rows)))
-
-
-def write_cache(
-    folder: Path,
-    target: Target,
-    rows: Rows,
-    dtype: torch.dtype | None = None,
-    layers: Sequence[int] = (),
-    write: Callable[[list[Shard]], Iterable[int]] | None = None,
-) -> HiddenCache:
+def write_cache(folder: Path, target: Target, rows: Rows, layers: Sequence[int] = ()) -> HiddenCache:
     """Write the states of `rows` into `folder`, or the missing ones, and return the cache. Call it in one process.
 
     Args:
         folder: Folder of the cache.
         target: The target without adapters: it is compared by config and a sample of its weights.
         rows: Packed rows.
-        dtype: Of the states on disk. Default: that of the folder, else the target's.
         layers: As of `Computed`.
-        write: Writes shards and yields numbers of computed rows; raises OSError. Default: `write_shard` for each.
 
     Raises:
-        MtpcError: The folder holds other states, a file is damaged, states are not finite in `dtype`, or the disk is
-            full. Finished shards are kept.
+        MtpcError: The folder holds other states, a file is damaged, states are not finite, or the disk is full.
+            Finished shards are kept.
     """
     file, (num_rows, seq_len) = folder / INDEX_FILE, rows.tokens.shape
-    given = {"layers": [], "states": "transformers"} | read_json(file) if file.is_file() else {}
-    source = Computed(target, rows, dtype or DTYPES.get(given.get("dtype", "")), layers=layers)
-    row_bytes, per_shard = seq_len * source.hidden_size * source.dtype.itemsize, given.get("rows_per_shard")
+    stored = {"layers": [], "states": "transformers"} | read_json(file) if file.is_file() else {}
+    source, dtype = Computed(target, rows, layers=layers), target.dtype
+    row_bytes, per_shard = seq_len * source.hidden_size * dtype.itemsize, stored.get("rows_per_shard")
     if not isinstance(per_shard, int) or per_shard < 1:
         per_shard = max(1, SHARD_BYTES // row_bytes)
     index = {
         "format_version": 1,
-        "target": given.get("target", target.name),  # the target's name may differ
+        "target": stored.get("target", target.name),  # the target's name may differ
         "target_fingerprint": target_fingerprint(target),
         "data_fingerprint": data_fingerprint(rows),
         "num_rows": num_rows,
         "seq_len": seq_len,
         "hidden_size": source.hidden_size,
-        "dtype": str(source.dtype).removeprefix("torch."),
+        "dtype": str(dtype).removeprefix("torch."),
         "states": target.states + (f" {target.drafter}" if target.drafter else ""),
         "layers": list(layers),
         "rows_per_shard": per_shard,
     }
-    if differing := [key for key in sorted(given.keys() | index) if given and given.get(key) != index.get(key)]:
-        values = (f"{key} {given.get(key)!s:.16} (requested: {index.get(key)!s:.16})" for key in differing)
+    if differing := [key for key in sorted(stored.keys() | index) if stored and stored.get(key) != index.get(key)]:
+        values = (f"{key} {stored.get(key)!s:.16} (requested: {index.get(key)!s:.16})" for key in differing)
         raise UsageError(
             f"{folder} holds other hidden states: {', '.join(values)}; name another folder, or delete this one"
         )
     metadata = {"format": "pt", "data": index["data_fingerprint"], "target": index["target_fingerprint"]}
-    parts = enumerate(zip(*(part.split(per_shard) for part in rows), strict=True))
-    stored = source.dtype, layers, metadata
-    shards = [Shard(folder / f"shard-{number:05d}.safetensors", Rows(*part), *stored) for number, part in parts]
+    parts = enumerate(torch.arange(num_rows).split(per_shard))
+    shards = {folder / f"shard-{number:05d}.safetensors": part for number, part in parts}
+    width = seq_len, source.hidden_size
 
     try:
         there = set(folder.glob("shard-*"))  # a client of NFS that asks for an absent file misses it for a while
-        states = {shard.path: _read_shard(shard, source.hidden_size) for shard in shards if shard.path in there}
-        missing = [shard for shard in shards if shard.path not in there]
-        left = sum(len(shard.rows.tokens) for shard in missing)
+        missing = {path: part for path, part in shards.items() if path not in there}
+        done = shards.keys() - missing
+        states = {path: _read_shard(path, dtype, (len(shards[path]), *width), metadata) for path in sorted(done)}
+        left = sum(map(len, missing.values()))
         folder.mkdir(parents=True, exist_ok=True)
         if left * row_bytes > (free := shutil.disk_usage(folder).free):
             raise UsageError(
                 f"{folder}: hidden states need {left * row_bytes / 1e9:.3f} GB more, {free / 1e9:.3f} GB are free; "
-                "free space, name a folder elsewhere, use dtype bfloat16 or fewer rows, or train without a cache"
+                "free space, name a folder elsewhere, use fewer rows, or train without a cache"
             )
-        if not given:
+        if not stored:
             replace_file(file, (json.dumps(index, indent=2) + "\n").encode())
         tokens_per_row = int((rows.document >= 0).sum()) / num_rows
-        counts = write(missing) if write else chain.from_iterable(write_shard(shard, target) for shard in missing)
         with Bar(total=num_rows, initial=num_rows - left, desc="hidden states", unit="row") as bar:
-            for count in counts:
-                rate = (bar.n - bar.initial + count) * tokens_per_row / (bar.format_dict["elapsed"] + 1e-9)
-                bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
-                bar.update(count)
-        states |= {shard.path: _read_shard(shard, source.hidden_size) for shard in missing}
+            for path, part in missing.items():
+                for count in _write_shard(path, source, part, metadata):
+                    rate = (bar.n - bar.initial + count) * tokens_per_row / (bar.format_dict["elapsed"] + 1e-9)
+                    bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
+                    bar.update(count)
+                states[path] = _read_shard(path, dtype, (len(part), *width), metadata)
     except (OSError, SafetensorError) as error:  # safetensors wraps the system's errors
         raise UsageError(
             f"{folder}: hidden states cannot be written ({first_line(error)}); finished shards are intact: correct "
             "this (a full disk: free space), and run again to continue"
         ) from None
-    return HiddenCache(rows, [states[shard.path] for shard in shards], target.device)
+    return HiddenCache(rows, [states[path] for path in shards], target.device)
 
 
-def write_shard(shard: Shard, target: Target) -> Iterator[int]:
+def _write_shard(path: Path, source: Computed, row_indices: Tensor, metadata: dict[str, str]) -> Iterator[int]:
     """Compute states and write them to their file; yields the number of rows after each part of them."""
-    source, parts = Computed(target, shard.rows, shard.dtype, layers=shard.layers), []
-    for some in torch.arange(len(shard.rows.tokens)).split(target.rows_at_once):
+    parts = []
+    for some in row_indices.split(source.target.rows_at_once):
         parts.append(source.hidden(some).cpu())
         if not bool(torch.isfinite(parts[-1]).all()):
             raise UsageError(
-                f"{shard.path}: states of rows {some[0]} to {some[-1]} hold NaN or infinity as "
-                f"{str(shard.dtype).removeprefix('torch.')}; allowed: finite values; give dtype bfloat16 or float32"
+                f"{path}: states of rows {some[0]} to {some[-1]} hold NaN or infinity; allowed: finite values; type "
+                "--target-dtype bfloat16 or float32"
             )
         yield len(some)
-    with replacing(shard.path) as (partial,):
-        save_file({"hidden": torch.cat(parts)}, partial, shard.metadata)
+    with replacing(path) as (partial,):
+        save_file({"hidden": torch.cat(parts)}, partial, metadata)
         partial.chmod(0o644)  # safetensors gives access to the owner only
 
 
-def _read_shard(shard: Shard, hidden_size: int) -> Tensor:
-    path, expected = shard.path, (shard.dtype, (*shard.rows.tokens.shape, hidden_size), shard.metadata)
+def _read_shard(path: Path, dtype: torch.dtype, shape: tuple[int, ...], metadata: dict[str, str]) -> Tensor:
     try:
         with safe_open(path, framework="pt") as handle:
             states, found = handle.get_tensor("hidden"), handle.metadata()
-        if (states.dtype, tuple(states.shape), found) != expected:
+        if (states.dtype, tuple(states.shape), found) != (dtype, shape, metadata):
             raise OSError(f"it holds {states.dtype} {tuple(states.shape)} of {found}, not those of {INDEX_FILE}")
     except (SafetensorError, OSError) as error:
         raise UsageError(f"{path} is not usable ({error}); delete it and run the command that made it again") from None

@@ -45,15 +45,14 @@ def provenance(
         head: Facts of the head.
         verifier: The target's name in the head.
         results: {"t1": ..., "t0": ...} as `vllm-mtpc eval` measures them; empty if nothing was measured.
-        run: `steps` (0: untrained), facts of a trained head, and `command` if another process started this one.
+        run: `steps` (0: untrained) and facts of a trained head.
     """
     run = dict(run)
     on_hub = [name for name in (verifier, options.target) if HUB_NAME.fullmatch(name) and not os.path.exists(name)]
-    words = shlex.split(run.pop("command")) if "command" in run else command_line()
     settings = {key: public(value) for key, value in options.model_dump(mode="json").items()}
     data = {name.removeprefix("data_"): run.pop(name) for name in ("tokens", "documents", "data_sha256") if name in run}
     return {
-        "command": shlex.join(public(word) for word in words),
+        "command": shlex.join(public(word) for word in command_line()),
         "commit": commit(),
         "hardware": hardware(),
         "seed": options.seed,
@@ -108,15 +107,15 @@ def _table(results: Mapping[str, Mapping[str, Any]], columns: dict[str, str], ro
     if not results:
         return ""
     found = list(results.values())
-    accepted = zip_longest(*(one["per_position"] for one in found))
+    accepted = zip_longest(*(values["per_position"] for values in found))
     numbers: dict[str, Sequence[float | None]] = {f"Accepted up to {k}": row for k, row in enumerate(accepted, 1)}
     for key, label in rows.items():  # every greedy row has u = 0.5: shuffling does nothing
         skipped = "t0" if key.startswith("shuffled") else None
-        numbers[label] = [None if name == skipped else one.get(key) for name, one in results.items()]
-    steps = (f"**{one['tokens_per_step']:.3f}** (s.e. {one['standard_error']:.3f})" for one in found)
+        numbers[label] = [None if name == skipped else figures.get(key) for name, figures in results.items()]
+    steps = (f"**{figures['tokens_per_step']:.3f}** (s.e. {figures['standard_error']:.3f})" for figures in found)
     lines = [["Tokens/step", *steps]]
     for label, values in numbers.items():
         if any(value is not None for value in values):
             lines.append([label, *("" if value is None else f"{value:.3f}" for value in values)])
-    lines.append(["Sequences / contexts", *(f"{one['sequences']} / {one['contexts']}" for one in found)])
+    lines.append(["Sequences / contexts", *(f"{figures['sequences']} / {figures['contexts']}" for figures in found)])
     return markdown(["", *(columns[key] for key in results)], lines)

@@ -16,14 +16,14 @@ from vllm_mtpc.data.rows import Rows
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.families import FAMILIES
 from vllm_mtpc.heads import COMPONENTS, HEADS, HOSTED, build_head, check_head_name, default_head, head_options
-from vllm_mtpc.heads.adapters import DraftLayers
+from vllm_mtpc.heads.adapters import LoraDraftLayers
 from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.hosted import DRAFTER, HostedHead
 from vllm_mtpc.heads.init import check_source, init_backbone, init_from_head, init_from_lm_head
 from vllm_mtpc.hf import bind
 from vllm_mtpc.train.cache import Computed, HiddenSource, write_cache
 from vllm_mtpc.train.card import head_card, provenance
-from vllm_mtpc.train.losses import Drafter
+from vllm_mtpc.train.losses import CircuitModule
 from vllm_mtpc.train.options import TrainOptions
 from vllm_mtpc.train.trainer import Trainer
 
@@ -35,9 +35,9 @@ STEPS_OF_A_BLOCK = 8  # of a backbone, or with minutes
 class CircuitTrainer(Trainer):
     """Trains a circuit's head."""
 
-    own = (
+    family_options = (
         "circuit", "components", *head_options(), "drafter", "freeze_backbone", "lora_layers", "beta", "acceptance",
-        "train_first", "cache", "states", "engine", "cache_bytes",
+        "train_first", "cache", "states", "engine",
     )  # fmt: skip
     noun, kind_option, chosen_by = "circuits", "circuit", "another head"
 
@@ -59,17 +59,13 @@ class CircuitTrainer(Trainer):
             self.head.backbone.requires_grad_(False)
         if options.lora_layers:
             sizes = {"rank": options.lora_rank, "alpha": options.lora_alpha}
-            self.layers = DraftLayers(target, layers=options.lora_layers, **sizes)
+            self.layers = LoraDraftLayers(target, layers=options.lora_layers, **sizes)
         self.loss_unit = "nats and total variation" if options.acceptance else "nats per token"
-        self.model = Drafter(self.head, target, options, self.layers)
-
-    @classmethod
-    def reads_states(cls, options: TrainOptions) -> bool:
-        return not options.lora_layers
+        self.model = CircuitModule(self.head, target, options, self.layers)
 
     @classmethod
     def check(cls, options: TrainOptions) -> None:
-        if not options.lora_layers and (name := options.given("lora_rank", "lora_alpha")):
+        if not options.lora_layers and (name := options.changed("lora_rank", "lora_alpha")):
             raise ValueError(f"{name} is of draft layers: remove {name}, or set lora_layers to 1, 2 or 4")
         get_circuit(options.circuit, options.window, options.num_components)
         if options.head:
@@ -86,24 +82,22 @@ class CircuitTrainer(Trainer):
             raise ValueError("cache holds the target's last states, draft layers need earlier ones: leave out cache")
         if options.lora_layers and options.states == "vllm":
             raise ValueError("states=vllm with lora_layers, which train on the target's own layers: leave out states")
-        if options.lora_layers and options.parallel == "fsdp":
-            raise ValueError("parallel=fsdp with lora_layers: draft layers are trained with ddp; set parallel: ddp")
 
     @staticmethod
     def head_config(options: TrainOptions, target: Any, verifier: str, sizes: dict[str, Any]) -> HeadConfig:
-        own = {name: getattr(options, name) for name in head_options()}
+        fields = {name: getattr(options, name) for name in head_options()}
         source = read_circuit_config(resolve_head(options.init_from)) if options.init_from else None
         head = options.head or (source.head if source else default_head(sizes["vocab_size"]))
         drafter = options.hosted and options.hosted.model_dump()
         if drafter and drafter["model"]:
             drafter["model"] = verifier_name(drafter["model"], options.out)
         if source and source.head == head:  # options that are not given are those of the source
-            own = {name: getattr(source, name) if value is None else value for name, value in own.items()}
+            fields = {name: getattr(source, name) if value is None else value for name, value in fields.items()}
         # of a composite model, the sizes of its language model
         target = target.get_text_config().to_dict() | target.to_dict() | sizes
-        is_new = source is None and own["component_rank"] is None and COMPONENTS in HEADS[head].options
+        is_new = source is None and fields["component_rank"] is None and COMPONENTS in HEADS[head].options
         if is_new and options.num_components > 1 and COMPONENTS.of_target:
-            own["component_rank"] = COMPONENTS.of_target(target) or (DRAFTER_RANK if head in HOSTED else None)
+            fields["component_rank"] = COMPONENTS.of_target(target) or (DRAFTER_RANK if head in HOSTED else None)
         return HeadConfig.create(
             circuit=options.circuit,
             window=options.window,
@@ -114,7 +108,7 @@ class CircuitTrainer(Trainer):
             num_speculative_tokens=options.num_speculative_tokens,
             lora_layers=options.lora_layers,
             drafter=drafter,
-            **own,
+            **fields,
         )
 
     @staticmethod

@@ -31,16 +31,13 @@ def run(args: argparse.Namespace) -> int:
     """Train and return the exit code."""
     options = read_options(args)
     check_earlier_run(options)
-    from vllm_mtpc.train.run import on_ray, settled, train
+    from vllm_mtpc.train.run import train, with_defaults
 
-    options = settled(options)
+    options = with_defaults(options)
     target = None
     if options.regenerate and not options.dry_run:
         options, target = with_responses(options)
-    if options.ray_workers:
-        on_ray(options)
-    else:
-        train(options, target=target)
+    train(options, target=target)
     return 0
 
 
@@ -80,7 +77,7 @@ def with_responses(options: TrainOptions) -> tuple[TrainOptions, Any]:
     from vllm_mtpc.hf.model import target_config
     from vllm_mtpc.train.run import read_target
 
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or options.ray_workers:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(
             "regenerate with several processes: vLLM would start in each; type vllm-mtpc regenerate first and train on "
             "the file it writes"
@@ -91,7 +88,7 @@ def with_responses(options: TrainOptions) -> tuple[TrainOptions, Any]:
     shared = {name: getattr(options, name) for name in ("target", "data", "seed", "split")}
     shared |= {"max_tokens": RESPONSE_TOKENS, "crops": CROPS, "dtype": options.target_dtype, "engine": options.engine}
     target: Any = None
-    if options.trainer.reads_states(options) and options.states_of(target_config(options.target)) == "vllm":
+    if not options.needs_modules and options.states_of(target_config(options.target)) == "vllm":
         target = read_target(options, choose_device(options.device))
     files = [
         regenerate(

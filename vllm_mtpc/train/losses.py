@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vllm_mtpc.circuits import Circuit, CircuitParams
 from vllm_mtpc.circuits.conditionals import conditionals
-from vllm_mtpc.heads.adapters import DraftLayers
+from vllm_mtpc.heads.adapters import LoraDraftLayers
 from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.base import Head
 from vllm_mtpc.heads.hosted import HostedHead
@@ -110,10 +110,12 @@ def zero_loss(model: nn.Module) -> Tensor:
     return sum(value.sum() for value in model.parameters()) * 0.0
 
 
-class Drafter(nn.Module):
+class CircuitModule(nn.Module):
     """The trained module: the head and its draft layers. The target is no submodule: it is not trained or sharded."""
 
-    def __init__(self, head: Head, target: Target, options: TrainOptions, layers: DraftLayers | None = None) -> None:
+    def __init__(
+        self, head: Head, target: Target, options: TrainOptions, layers: LoraDraftLayers | None = None
+    ) -> None:
         super().__init__()
         self.head, self.layers, self.options, self.target = head, layers, options, target
 
@@ -155,17 +157,17 @@ class Drafter(nn.Module):
         dtype = self.head.hidden_dtype
         if isinstance(self.head, BackboneHead):
             size = self.target.hidden_size
-            rows, own = row.unique(return_inverse=True)
+            rows, of_row = row.unique(return_inverse=True)
             with torch.autocast(hidden.device.type, torch.bfloat16, enabled=self.options.precision == "bf16"):
                 aux, position = hidden[rows, :, :-size], document_positions(document)[rows]
                 context = self.head.context(aux, position, document[rows])
             first = first.clamp(min=0)
-            return lambda some: self.head.read(context, own[some], start[some], first[some]), hidden[..., -size:]
+            return lambda some: self.head.read(context, of_row[some], start[some], first[some]), hidden[..., -size:]
         drafted = verified = hidden
         if isinstance(self.head, HostedHead):
             drafted, verified = hidden.split(self.target.hidden_size, -1)
         if self.layers is not None:  # `hidden` is the input of the draft layers
-            drafted, verified = self.layers.draft(hidden, document), self.layers.verifier(hidden, document)
+            drafted, verified = self.layers.draft(hidden, document), self.layers.plain(hidden, document)
         drafted = drafted[row, start].to(dtype)
         return lambda some: drafted[some], verified
 

@@ -31,7 +31,6 @@ class TrainOptions(create_model("KindOptions", **option_fields())):  # type: ign
         "gamma": "Loss",
         "epochs": "Steps and optimiser",
         "seq_len": "Text and hidden states",
-        "parallel": "Processes",
         "save_minutes": "Saving and measuring",
     }
 
@@ -99,14 +98,11 @@ class TrainOptions(create_model("KindOptions", **option_fields())):  # type: ign
     )
     engine: JsonDict = Field({}, description='options of that vLLM, as {"tensor_parallel_size": 2}')
     cache: Path | None = Field(None, description="folder of hidden states on disk; written if it does not exist")
-    cache_bytes: int = Field(1 << 33, ge=0, description="of states of responses kept on disk until they are trained on")
     block_rows: int | None = Field(None, ge=1, description="rows whose windows are shuffled together (default: 1 GiB)")
     regenerate: int = Field(0, ge=0, description="train on this many responses that vLLM writes first; 0: on the data")
     target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="of the target")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     attention: Literal["auto", "torch", "xformers"] = Field("auto", description="attention over packed rows")
-    parallel: Literal["ddp", "fsdp"] = Field("ddp", description="with several processes (torchrun, Ray)")
-    ray_workers: int = Field(0, ge=0, description="run on Ray Train with this many workers; 0: in this process")
     save_minutes: float = Field(10.0, ge=0, description="between trainer states; the last one is kept")
     resume: bool = Field(False, description="go on from the trainer state in the out folder")
     log_every: int = Field(10, ge=1, description="steps between lines of metrics.jsonl")
@@ -121,10 +117,10 @@ class TrainOptions(create_model("KindOptions", **option_fields())):  # type: ign
     @model_validator(mode="after")
     def _consistent(self) -> TrainOptions:
         for trainer in self._other_trainers():
-            if name := self.given(*trainer.own):
+            if name := self.changed(*trainer.family_options):
                 raise ValueError(f"{name} is an option of {trainer.noun}: remove {name}, or set {trainer.chosen_by}")
         names = [*self.data, *self.validation_data]
-        if self.given("split") and all(is_path(name) and not Path(name).expanduser().is_dir() for name in names):
+        if self.changed("split") and all(is_path(name) and not Path(name).expanduser().is_dir() for name in names):
             raise ValueError(
                 f"split={self.split!r} is an option of data sets, and data are files: remove split, or name the files "
                 "of that split"
@@ -132,10 +128,10 @@ class TrainOptions(create_model("KindOptions", **option_fields())):  # type: ign
         self.trainer.check(self)
         return self
 
-    def given(self, *names: str) -> str | None:
-        """Return the first of the options that was given a value other than its default."""
-        given, fields = self.model_fields_set.intersection(names), type(self).model_fields
-        return next((name for name in names if name in given and getattr(self, name) != fields[name].default), None)
+    def changed(self, *names: str) -> str | None:
+        """Return the first of the options that has a value other than its default."""
+        present, fields = self.model_fields_set.intersection(names), type(self).model_fields
+        return next((name for name in names if name in present and getattr(self, name) != fields[name].default), None)
 
     @property
     def trainer(self) -> Any:
@@ -144,15 +140,20 @@ class TrainOptions(create_model("KindOptions", **option_fields())):  # type: ign
 
     @property
     def hosted(self) -> Drafter | None:
-        """The drafter whose states the head reads, its checkpoint as given."""
+        """The drafter whose states the head reads, with its checkpoint."""
         method, _, checkpoint = (self.drafter or "").partition(":")
         return Drafter.model_validate({"method": method, "model": checkpoint or None}) if method else None
+
+    @property
+    def needs_modules(self) -> bool:
+        """Whether more of the target is read than states, which vLLM may compute."""
+        return self.trainer.needs_modules or bool(self.lora_layers)
 
     def states_of(self, target: Any) -> str:
         """Return what computes the states of a target of this transformers config."""
         if self.drafter:
             return "vllm"
-        if self.states != "auto" or not self.trainer.reads_states(self):
+        if self.states != "auto" or self.needs_modules:
             return "vllm" if self.states == "vllm" else "transformers"
         from vllm_mtpc.engine.served_target import must_be_served
 
@@ -161,7 +162,7 @@ class TrainOptions(create_model("KindOptions", **option_fields())):  # type: ign
     @property
     def of_others(self) -> set[str]:
         """Names of the options of other families."""
-        return {name for trainer in self._other_trainers() for name in trainer.own}
+        return {name for trainer in self._other_trainers() for name in trainer.family_options}
 
     def _other_trainers(self) -> list[Any]:
         return [family.trainer for family in FAMILIES.values() if not issubclass(self.trainer, family.trainer)]

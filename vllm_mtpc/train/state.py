@@ -34,8 +34,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAME_SECONDS = 2.0  # torchrun's agent sends a signal to its processes a second time
 # Options that may change between a run and its continuation: duration, speed and place, not the trained weights.
 FREE = {
-    "out", "max_steps", "epochs", "resume", "save_minutes", "log_every", "device", "ray_workers", "chunk_windows",
-    "cache", "evaluation_sequences", "evaluation_tokens", "dtype", "num_speculative_tokens", "verifier", "attention",
+    "out", "max_steps", "epochs", "resume", "save_minutes", "log_every", "device", "chunk_windows", "cache",
+    "evaluation_sequences", "evaluation_tokens", "dtype", "num_speculative_tokens", "verifier", "attention",
     "dry_run", "minutes",
 }  # fmt: skip
 NAMES = ("target", "data", "validation_data", "init_from")  # may be paths
@@ -43,19 +43,15 @@ NAMES = ("target", "data", "validation_data", "init_from")  # may be paths
 
 def identity(options: TrainOptions) -> dict[str, Any]:
     """Return the options that a run and its continuation share, with absolute paths."""
-    values = options.model_dump(mode="json")
-    return {key: value for key, value in values.items() if key not in FREE} | absolute_paths(values)
-
-
-def absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
-    """Return those of the options that may be paths, as absolute paths."""
 
     def resolve(value: Any) -> Any:
         if isinstance(value, list):
             return list(map(resolve, value))
         return str(Path(value).expanduser().resolve()) if is_path(value) else value
 
-    return {key: resolve(values[key]) for key in NAMES if values[key]}
+    values = options.model_dump(mode="json")
+    paths = {key: resolve(values[key]) for key in NAMES if values[key]}
+    return {key: value for key, value in values.items() if key not in FREE} | paths
 
 
 def latest_state(folder: Path) -> Path | None:
@@ -100,8 +96,10 @@ def load_state(folder: Path, accelerator: Accelerator, options: TrainOptions) ->
         CheckpointError: There is no state, it is damaged, or it is of a run with other options.
     """
     values, path = read_state(folder), latest_state(folder)
-    if key := changed_option(values, options):
-        theirs, ours = values["options"].get(key), identity(options)[key]
+    shared = identity(options)
+    changed = (key for key in shared if shared[key] != values["options"].get(key))
+    if key := min(changed, default=None):
+        theirs, ours = values["options"].get(key), shared[key]
         raise CheckpointError(
             f"{path} is of a run with {key}={theirs!r}, not {ours!r}; resume with the options it was started with, or "
             "name another out folder"
@@ -124,20 +122,14 @@ def read_state(folder: Path) -> dict[str, Any]:
     return {"step": values["step"], "options": defaults | values["options"]}
 
 
-def changed_option(values: dict[str, Any], options: TrainOptions) -> str | None:
-    """Return the first option of a state's run that differs in these options and changes the trained weights."""
-    return min((key for key, ours in identity(options).items() if ours != values["options"].get(key)), default=None)
-
-
 def use_plain_names(accelerator: Accelerator) -> None:
     """Save and load states with the names of the plain model: a state of several processes then continues in one."""
 
     def remove_prefix(models: list[Any], weights: list[dict[str, Any]], folder: str) -> None:
-        weights[:] = [{name.removeprefix("module."): value for name, value in one.items()} for one in weights]
+        weights[:] = [{name.removeprefix("module."): value for name, value in part.items()} for part in weights]
 
     def unwrap(models: list[Any], folder: str) -> None:
-        if not accelerator.distributed_type.endswith("FSDP"):
-            models[:] = map(accelerator.unwrap_model, models)
+        models[:] = map(accelerator.unwrap_model, models)
 
     accelerator.register_save_state_pre_hook(remove_prefix)
     accelerator.register_load_state_pre_hook(unwrap)

@@ -1,7 +1,7 @@
 """The trainer: model, windows, optimiser, steps, saved states and the measured head, for every family of heads.
 
 A step is the same set of windows for any number of processes: each process takes the windows of its rows, and every
-term is divided by the number of windows of the whole step. DDP and FSDP average gradients, so the loss is multiplied by
+term is divided by the number of windows of the whole step. DDP averages gradients, so the loss is multiplied by
 the number of processes. A family is a subclass, named in `vllm_mtpc.families`.
 """
 
@@ -21,14 +21,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.tensor import DTensor
 
 from vllm_mtpc.checkpoint.locate import verifier_name
 from vllm_mtpc.data.rows import Rows
 from vllm_mtpc.data.sources import Documents
 from vllm_mtpc.eval.evaluator import attach
 from vllm_mtpc.eval.text import Samples, Sampling, generate, prompts
+from vllm_mtpc.families import FAMILIES
 from vllm_mtpc.hf import Target, check_length
 from vllm_mtpc.plots.draw import plot_acceptance, plot_loss
 from vllm_mtpc.progress import Bar
@@ -48,7 +47,6 @@ BLOCK_BYTES = 1 << 30
 SEQUENCES, MIN_SEQUENCES = 64, 8  # default number of held-out texts, and the number that is always measured
 PROMPT_TOKENS = 32  # of a held-out prompt that is cut from text
 SEEDS = {"t1": 101, "t0": 102}
-FULL = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False)
 
 
 def learning_rate(options: TrainOptions, step: int, steps: int, share: float = 0.0) -> float:
@@ -60,7 +58,7 @@ def learning_rate(options: TrainOptions, step: int, steps: int, share: float = 0
         steps: Steps of the run.
         share: Share of the run's minutes that is over, 0 without a limit.
     """
-    assert options.learning_rate is not None  # `settled`
+    assert options.learning_rate is not None  # `with_defaults`
     rise = min(1.0, max((step + 1) / min(WARMUP_STEPS, max(1, steps // 4)), 4 * share))
     fall = 0.55 + 0.45 * math.cos(math.pi * min(1.0, max(step / max(1, steps), share)))
     return options.learning_rate * rise * fall
@@ -78,16 +76,17 @@ class Trainer(ABC):
     """Trains and writes one head: `setup`, `train` and `finish`, in this order.
 
     Args:
-        options: Options of the run, `settled`.
+        options: Options of the run, `with_defaults`.
         target: The frozen target.
         accelerator: Devices and processes; None where there is no `setup`.
     """
 
-    own: ClassVar[tuple[str, ...]]  # options that other families do not have
+    family_options: ClassVar[tuple[str, ...]]  # options that other families do not have
     noun: ClassVar[str]  # name of the family in errors about its options
     kind_option: ClassVar[str]  # "circuit" or "variant"
     chosen_by: ClassVar[str]  # the option that selects this family
     defaults: ClassVar[Mapping[str, Any]] = {}  # defaults that differ from those of TrainOptions
+    needs_modules: ClassVar[bool] = False  # more of the target is read than states, which vLLM may compute
     greedy_share: ClassVar[float] = 0.2  # of the responses of `regenerate`
     draw: Callable[[int, int], Tensor] | None = None  # random numbers of windows, see WindowSource
     loss_unit = "nats per token"
@@ -112,11 +111,6 @@ class Trainer(ABC):
     @abstractmethod
     def check(cls, options: TrainOptions) -> None:
         """Raise ValueError for options that exclude each other."""
-
-    @classmethod
-    def reads_states(cls, options: TrainOptions) -> bool:
-        """Return whether the target's states are all that is read of it, so that vLLM may compute them."""
-        return False
 
     @classmethod
     def check_target(cls, options: TrainOptions, target: Any) -> None:
@@ -149,7 +143,7 @@ class Trainer(ABC):
 
     def block_rows(self, source: HiddenSource, world: int) -> int:
         """Return the default number of rows whose windows are shuffled together: 1 GiB of states."""
-        assert self.options.seq_len is not None  # `settled`
+        assert self.options.seq_len is not None  # `with_defaults`
         return max(1, BLOCK_BYTES // (self.options.seq_len * self.state_size() * self.target.dtype.itemsize))
 
     def setup(self, rows: Rows) -> None:
@@ -224,18 +218,17 @@ class Trainer(ABC):
         state.save_state(self.folder, self.accelerator, self.step, self.options)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the head's weights on the host, frozen ones included, gathered from all processes."""
-        weights = get_model_state_dict(self.model, options=FULL)
-        return {name.removeprefix("head."): value for name, value in weights.items() if name.startswith("head.")}
+        """Return the head's weights on the host, frozen ones included."""
+        weights = self.accelerator.unwrap_model(self.model).state_dict()
+        return {name.removeprefix("head."): value.cpu() for name, value in weights.items() if name.startswith("head.")}
 
     def _check_weights(self) -> None:
         """Raise CheckpointError in every process unless weights and moments are finite."""
-        held: list[Tensor] = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        held += [value for moments in self.optimizer.state.values() for value in moments.values()]
+        values: list[Tensor] = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        values += [value for moments in self.optimizer.state.values() for value in moments.values()]
         invalid = torch.zeros((), dtype=torch.int64, device=self.accelerator.device)
-        for value in held:
-            shard = value.to_local() if isinstance(value, DTensor) else value
-            invalid += (~shard.detach().isfinite().all()).to(invalid.device)
+        for value in values:
+            invalid += (~value.detach().isfinite().all()).to(invalid.device)
         if self.accelerator.reduce(invalid, "sum").item():
             raise self._diverged("weights or their moments are NaN or infinite")
 
@@ -281,14 +274,16 @@ class Trainer(ABC):
 
     def samplings(self) -> dict[str, Sampling]:
         """Return the sampling of the texts that the head is measured on, by name of the result."""
-        return {"t1": Sampling(1.0), "t0": Sampling(0.0)}
+        evaluator = FAMILIES[self.config.speculators_model_type].evaluator
+        temperature, top_k, top_p = evaluator.default_sampling(self.config)
+        return {"t1": Sampling(temperature, top_p, top_k=top_k), "t0": Sampling(0.0)}
 
     def measure(self, samples: dict[str, Samples]) -> dict[str, Any]:
         """Return the expected tokens/step of the head in the out folder, by temperature, for provenance.json."""
         evaluator, results = attach(self.options.out, self.target), {}
         for name, some in samples.items():
             found = evaluator.evaluate(some, self.samplings()[name], self.options.window - 1, self.options.seed)
-            results[name] = asdict(evaluator.metrics(found))
+            results[name] = asdict(found.figures)
         return results
 
     def comments(self, results: Mapping[str, Any]) -> list[str]:

@@ -38,8 +38,8 @@ class Windows(NamedTuple):
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Windows:
         """Apply a function (a move, an index) to every tensor that has one entry per window."""
-        own = {name: getattr(self, name) for name in ("tokens", "row", "start", "draws")}
-        return self._replace(**{name: change(value) for name, value in own.items() if value is not None})
+        parts = {name: getattr(self, name) for name in ("tokens", "row", "start", "draws")}
+        return self._replace(**{name: change(value) for name, value in parts.items() if value is not None})
 
 
 def window_tokens(rows: Rows, row: Tensor, start: Tensor, window: int) -> Tensor:
@@ -118,10 +118,10 @@ class WindowSource:
         for step in steps:
             chosen = order[step * self.windows_per_step : (step + 1) * self.windows_per_step]
             tokens = window_tokens(self.source.rows, block[row[chosen]], start[chosen], self.window)
-            own = row[chosen] % self.world == self.rank
-            draws = self.draw and self.draw(self._seed(*place, step), len(chosen))[own]  # drawn for the whole step
-            mine = row[chosen][own] // self.world, start[chosen][own]
-            yield Windows(tokens[own], *mine, hidden, document, (tokens >= 0).sum(0), draws)
+            is_here = row[chosen] % self.world == self.rank
+            draws = self.draw and self.draw(self._seed(*place, step), len(chosen))[is_here]  # drawn for the whole step
+            starts = row[chosen][is_here] // self.world, start[chosen][is_here]
+            yield Windows(tokens[is_here], *starts, hidden, document, (tokens >= 0).sum(0), draws)
 
     def states(self, rows: Tensor) -> Tensor:
         """Return the hidden states of rows; kept until other rows are asked for."""

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from benchmarks.paper import toy
-from tests.support.files import front_matter_of
 from tests.support.training import PTP, PTP_CASES, make_trainer, options_for, record_of, refused, train
 from vllm_mtpc.checkpoint.ptp_head import load_ptp
-from vllm_mtpc.heads.ptp.distribution import conditional, edges, u_inside
+from vllm_mtpc.heads.ptp.distribution import conditional, edges
 from vllm_mtpc.hf import Target
 from vllm_mtpc.kernels.pick import pick
-from vllm_mtpc.train import command
-from vllm_mtpc.train.options import TrainOptions, parse
-from vllm_mtpc.train.ptp.ptp_drafter import PtpDrafter, distribution_of, drafts, draw_numbers, loss_name, row_losses
-from vllm_mtpc.train.ptp.ptp_trainer import PtpTrainer
-from vllm_mtpc.train.windows import Windows, WindowSource
+from vllm_mtpc.train.options import TrainOptions
+from vllm_mtpc.train.ptp.ptp_module import PtpModule, distribution_of, drafts, draw_numbers, row_losses
+from vllm_mtpc.train.windows import Windows, WindowSource, window_states
 
 torch.set_num_threads(1)
 
 
-def first(options: TrainOptions, target: Target) -> tuple[PtpDrafter, Windows]:
+def first(options: TrainOptions, target: Target) -> tuple[PtpModule, Windows]:
     trainer = make_trainer(options, target)
     return trainer.model, next(trainer.windows.batches())
 
@@ -51,24 +46,15 @@ def test_two_processes_share_a_ptp_step(tiny_target: Target, tmp_path: Path) -> 
 
 
 def test_u_of_a_window_selects_its_text(tiny_target: Target, tmp_path: Path) -> None:
-    drafter, batch = first(
-        options_for(tiny_target, tmp_path, **PTP | {"top_k": 6, "windows_per_step": 80}), tiny_target
-    )
+    options = options_for(tiny_target, tmp_path, **PTP | {"top_k": 6, "windows_per_step": 80})
+    drafter, batch = first(options, tiny_target)
     text = drafter._text(batch)
-    states = batch.hidden.prefix.hidden[:, :-1]
-    distributions = distribution_of(drafter.head, states, drafter.options)
-    checked = masked = 0
-    for window in range(len(batch.row)):
-        row, start = int(batch.row[window]), int(batch.start[window])
-        for k in range(4):
-            if not text.usable[window, k]:
-                masked += int(text.tokens[window, k] >= 0)
-                continue
-            distribution, token = distributions[row, start + k], text.tokens[window, k]
-            assert pick(distribution[None], text.u[window, k][None]) == token
-            assert torch.isfinite(distribution[token])
-            checked += 1
-    assert checked > 20 and masked > 20  # random text: many tokens are outside the six likeliest
+    states = window_states(batch.hidden.prefix.hidden, batch.row, batch.start, 4)
+    log_q = distribution_of(drafter.head, states, drafter.options)
+    picked = pick(log_q.flatten(0, 1), text.u.flatten()).view(-1, 4)
+    assert torch.equal(picked[text.usable], text.tokens[text.usable])
+    masked = (text.tokens >= 0) & ~text.usable
+    assert text.usable.sum() > 20 and masked.sum() > 20  # random text: many tokens are outside the six likeliest
 
 
 def test_rows_without_a_token_carry_no_loss(tiny_target: Target, tmp_path: Path) -> None:
@@ -99,9 +85,11 @@ def test_ptp_losses_match_their_definitions() -> None:
     torch.testing.assert_close(row_losses("ce", logits, tokens, None), -chosen.log())
     torch.testing.assert_close(row_losses("inverse", logits, tokens, None), -chosen.log())
     u = torch.rand(3, 4, generator=generator)
-    given = 0.1 * p.double() + 0.9 * conditional(logits, u, 0.7)
-    given = given.gather(-1, tokens[..., None])[..., 0]
-    torch.testing.assert_close(row_losses("ce", logits, tokens, None, u, 0.7).double(), -given.log(), rtol=1e-4, atol=0)
+    informed = 0.1 * p.double() + 0.9 * conditional(logits, u, 0.7)
+    informed = informed.gather(-1, tokens[..., None])[..., 0]
+    torch.testing.assert_close(
+        row_losses("ce", logits, tokens, None, u, 0.7).double(), -informed.log(), rtol=1e-4, atol=0
+    )
     hot = torch.nn.functional.one_hot(tokens, 6).float()
     wanted = torch.nn.functional.binary_cross_entropy_with_logits(logits, hot, reduction="none").sum(-1)
     torch.testing.assert_close(row_losses("bce", logits, tokens, None), wanted)
@@ -117,13 +105,11 @@ def test_inverse_u_lies_inside_the_students_own_intervals(tiny_target: Target, t
         for value in drafter.parameters():
             value.add_(0.1 * torch.randn(value.shape, generator=torch.Generator().manual_seed(6)))
         text = drafter._text(batch)
-        row, start, prefix = batch.row, batch.start, batch.hidden.prefix
-        distributions = drafter.head.logits(drafter.head.aux(prefix, row, start, text.u[:, :-1])).log_softmax(-1)
-    assert torch.equal(pick(distributions.flatten(0, 1), text.u[:, 1:].flatten()).view(-1, 3)[text.usable[:, 1:]],
-                       text.tokens[:, 1:][text.usable[:, 1:]])  # fmt: skip
-    first_distribution = distribution_of(drafter.head, prefix.hidden[row, start], drafter.options)
-    made = drafts(drafter.head, batch.hidden, row, start, text.u, first_distribution)
-    assert torch.equal(made[text.usable], text.tokens[text.usable])
+    first_distribution = distribution_of(
+        drafter.head, batch.hidden.prefix.hidden[batch.row, batch.start], drafter.options
+    )
+    made = drafts(drafter.head, batch.hidden, batch.row, batch.start, text.u, first_distribution)
+    assert text.usable[:, 1:].any() and torch.equal(made[text.usable], text.tokens[text.usable])
 
 
 def test_student_text_is_what_the_target_selects(tiny_target: Target, tmp_path: Path) -> None:
@@ -159,8 +145,6 @@ def test_draws_are_beta_and_uniform() -> None:
     assert torch.equal(draws, draw_numbers(6, 0.3, 7, 20000)) and not torch.equal(draws, draw_numbers(6, 0.3, 8, 20000))
     variance = draws.double().var((0, 2))
     torch.testing.assert_close(variance, torch.tensor([1 / (4 * 1.6), 1 / 12]).double(), rtol=0.02, atol=0)
-    left, right = torch.tensor([0.25]).double(), torch.tensor([0.5]).double()
-    assert ((u := u_inside(left, right, draws)) >= 0.25).all() and (u < 0.5).all()
 
 
 # --- the paper's claim at the size of a test: rows that receive u draft what no rows without it can
@@ -176,12 +160,17 @@ def coin() -> toy.Toy:
     return toy.make("coin", WINDOW)
 
 
-def test_rows_that_are_told_u_draft_what_a_coin_decides(coin: toy.Toy) -> None:
-    """The ceiling is the window: a student that picks as the teacher does never ends a step early."""
-    found = toy.measure(coin, toy.train(coin, WINDOW, 450, variant="o-ptp"))
-    assert found.tokens_per_step > 0.9 * WINDOW
-    # With another text's coin a step is wasted on another phrase, as often as a guess is wrong.
-    assert found.shuffled_tokens_per_step < 1.1 * toy.UNAWARE
+@pytest.mark.parametrize("variant", ["o-ptp", "independent"])
+def test_rows_with_u_alone_draft_what_a_coin_decides(coin: toy.Toy, variant: str) -> None:
+    """With u the ceiling is the window: the student picks as the teacher does. Without u it is UNAWARE."""
+    found = toy.measure(coin, toy.train(coin, WINDOW, 450, variant=variant))
+    if variant == "o-ptp":
+        assert found.tokens_per_step > 0.9 * WINDOW
+        # With another text's coin a step is wasted on another phrase, as often as a guess is wrong.
+        assert found.shuffled_tokens_per_step < 1.1 * toy.UNAWARE
+    else:  # 160 texts hold about 20 lucky coins; four standard deviations of them are 0.5 tokens/step
+        assert found.tokens_per_step < toy.UNAWARE + 0.5 < 0.6 * WINDOW
+        assert found.shuffled_tokens_per_step == found.tokens_per_step
 
 
 @pytest.mark.slow
@@ -191,17 +180,8 @@ def test_student_text_teaches_u(coin: toy.Toy) -> None:
     assert found.tokens_per_step > 2
 
 
-def test_rows_that_are_not_cannot(coin: toy.Toy) -> None:
-    """The bound is the language's; the student of equal rank, data and steps is below, and the bound far below 0.9."""
-    found = toy.measure(coin, toy.train(coin, WINDOW, 450, variant="independent"))
-    # 160 texts hold about 20 lucky coins; four standard deviations of them are 0.5 tokens/step
-    assert found.tokens_per_step < toy.UNAWARE + 0.5 < 0.6 * WINDOW
-    assert found.shuffled_tokens_per_step == found.tokens_per_step
-
-
 # --- the command
 
-REQUIRED = {"target": "t", "data": ["d"], "out": "o", "head": "ptp"}
 FILES = {"head": "ptp", "lora_rank": 3}
 
 
@@ -217,12 +197,10 @@ def test_ptp_run_writes_head_with_results(place: Path, capsys: pytest.CaptureFix
     for name, figure in (("0.9", t1), ("0", t0)):
         assert f"tokens/step at T={name}: {figure['tokens_per_step']:.3f}" in printed
     assert f"with the u of other windows: {t1['shuffled_accuracy']:.1%}" in printed
-    assert {path.name for path in out.iterdir()} == {
-        "config.json", "adapter_config.json", "adapter_model.safetensors", "u_embed.safetensors", "README.md",
-        "provenance.json", "metrics.jsonl", "state", "loss.png", "loss.svg", "acceptance.png", "acceptance.svg",
-    }  # fmt: skip
+    assert {"adapter_config.json", "metrics.jsonl", "loss.png", "acceptance.png"} <= {
+        path.name for path in out.iterdir()
+    }
     card = (out / "README.md").read_text()
-    assert {"library_name", "pipeline_tag", "tags"} <= front_matter_of(out).keys()
     assert "# PTP head: o-ptp, n=4, LoRA rank 3" in card and "temperature 0.9, top-k 40" in card
     assert f"**{t1['tokens_per_step']:.3f}**" in card and str(place) not in card + json.dumps(record)
     state = load_file(out / "state" / "step-4" / "model.safetensors")
@@ -241,12 +219,10 @@ def test_ptp_head_starts_from_another(place: Path, capsys: pytest.CaptureFixture
     assert new.late.state.out_features == 6 and not new.late.outer.weight.any()  # of no effect yet
     assert late.late.outer.weight.any()
     assert all(torch.equal(one.lora[name], new.lora[name]) for name in one.lora)
-    circuit = train(place, "circuit", dry_run=True)
     for changes, message in (
         ({"init_from": place / "late"}, "has variant=late, this run o-ptp; set variant to late"),
         ({"lora_rank": 5}, "has lora_rank=3, this run 5"),
         ({"variant": "c-ptp"}, "has variant=o-ptp, this run c-ptp; set variant to o-ptp"),
-        ({"init_from": circuit}, "a PTP head starts from a PTP head"),
     ):
         assert message in refused(capsys, place, "three", **FILES | {"init_from": first, "dry_run": True} | changes)
 
@@ -266,37 +242,3 @@ def test_card_compares_with_the_baseline(place: Path, capsys: pytest.CaptureFixt
         ({"baseline": out}, "not a trained and measured head of variant independent; name one"),
     ):
         assert message in refused(capsys, place, "another", **FILES, dry_run=True, **changes)
-
-
-def test_defaults_depend_on_the_family() -> None:
-    ptp, circuit = parse(REQUIRED), parse(REQUIRED | {"head": "linear"})
-    assert (ptp.windows_per_step, ptp.learning_rate, loss_name(ptp)) == (512, 1e-3, "ce")
-    assert (circuit.windows_per_step, circuit.learning_rate) == (4096, None)  # None: by the width of the target
-    assert (ptp.variant, circuit.circuit) == ("o-ptp", "btree")
-    assert loss_name(parse(REQUIRED | {"windows_per_step": 4096, "variant": "c-ptp"})) == "kl"
-    again = parse(ptp.model_dump(mode="json"))  # as options reach a Ray worker: every one of them is given
-    assert again == ptp and parse(circuit.model_dump(mode="json")) == circuit
-
-
-def test_responses_are_sampled_as_trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked = []
-    monkeypatch.setattr(
-        "vllm_mtpc.batch.regenerate.regenerate", lambda settings, _: asked.append(settings) or settings.out
-    )
-    distribution = {"temperature": 0.7, "top_k": 50, "top_p": 0.95}
-    options, _ = command.with_responses(parse(REQUIRED | distribution | {"out": tmp_path, "regenerate": 10}))
-    assert options.data == [str(tmp_path / "data" / "sampled.jsonl")]
-    assert [(one.temperature, one.top_k, one.top_p, one.limit) for one in asked] == [(0.7, 50, 0.95, 10)]
-
-
-def test_unused_u_is_reported() -> None:
-    options, baseline = parse(REQUIRED), parse(REQUIRED | {"variant": "independent"})
-    figure = {"tokens_per_step": 2.0, "standard_error": 0.1, "sequences": 4, "accuracy": 0.5}
-    used, unused = ({"t1": figure | {"shuffled_accuracy": value}} for value in (0.2, 0.49))
-
-    def comments(of: Any, results: dict) -> list[str]:
-        return PtpTrainer.comments(SimpleNamespace(options=of), results)
-
-    assert not any("warning" in line for line in comments(options, used))
-    assert "so u is not used" in comments(options, unused)[-1]
-    assert not any("warning" in line for line in comments(baseline, unused))

@@ -8,10 +8,6 @@ and appendix C.1:
     threshold    e_i = 1{u <= i / n}
     arithmetic   e_i = 1{u 2^(i-1) mod 1 <= 0.5}, the bits of an arithmetic coder
 
-The default of the authors' code, so that their checkpoints can be converted:
-
-    interpolation   n learned rows, linear between the two next to u (n - 1)
-
 u is used in float32 for weights of any dtype: in half precision two values on either side of an edge are equal.
 """
 
@@ -24,30 +20,14 @@ from torch.nn import functional as F
 from vllm_mtpc.errors import HeadConfigError
 
 MAX_FEATURES = 4096
-EMBEDDINGS = (
-    *("ieee", "scalar", "scalar-mlp", "threshold", "threshold-mlp", "arithmetic", "arithmetic-mlp"),  # of the paper
-    "interpolation",
-)
-# Default number of features or rows; that of _FIXED cannot be set.
-_COUNTS = dict.fromkeys(EMBEDDINGS, 32) | {"scalar": 1, "scalar-mlp": 1, "interpolation": 3}
+EMBEDDINGS = ("ieee", "scalar", "scalar-mlp", "threshold", "threshold-mlp", "arithmetic", "arithmetic-mlp")
+# Default number of features; that of _FIXED cannot be set.
+_COUNTS = dict.fromkeys(EMBEDDINGS, 32) | {"scalar": 1, "scalar-mlp": 1}
 _FIXED = ("ieee", "scalar", "scalar-mlp")
 
 
 class AuxEmbedding(nn.Module):
-    """Embedding of u for auxiliary rows; subclasses define `embed`, in float32."""
-
-    def embed(self, u: Tensor) -> Tensor:
-        """Return the embeddings, [..., D] float32, of u [...] float32."""
-        raise NotImplementedError
-
-    def forward(self, u: Tensor) -> Tensor:
-        """Return the embeddings, [..., D] in the dtype of the weights, of u [...]."""
-        with torch.autocast(u.device.type, enabled=False):
-            return self.embed(u.float()).to(next(self.parameters()).dtype)
-
-
-class _Features(AuxEmbedding):
-    """Fixed features of u, then one linear layer, or two with a GELU between them."""
+    """Fixed features of u in float32, then one linear layer, or two with a GELU between them."""
 
     def __init__(self, name: str, count: int, hidden: int | None, size: int) -> None:
         super().__init__()
@@ -55,27 +35,13 @@ class _Features(AuxEmbedding):
         self.inner = None if hidden is None else nn.Linear(count, hidden)
         self.outer = nn.Linear(count if hidden is None else hidden, size)
 
-    def embed(self, u: Tensor) -> Tensor:
-        values = _FEATURES[self.name](u[..., None], self.count)  # [..., n]
-        if self.inner is not None:
-            values = F.gelu(_linear(values, self.inner))
-        return _linear(values, self.outer)
-
-
-class _Rows(AuxEmbedding):
-    """Learned rows with linear interpolation between the two next to u."""
-
-    def __init__(self, count: int, size: int) -> None:
-        super().__init__()
-        self.count = count
-        self.rows = nn.Parameter(torch.empty(count, size))
-        nn.init.normal_(self.rows)
-
-    def embed(self, u: Tensor) -> Tensor:
-        position = u * (self.count - 1)
-        first = position.long().clamp(0, self.count - 1)
-        second = (first + 1).clamp(max=self.count - 1)
-        return torch.lerp(self.rows[first].float(), self.rows[second].float(), (position - first)[..., None])
+    def forward(self, u: Tensor) -> Tensor:
+        """Return the embeddings, [..., D] in the dtype of the weights, of u [...]."""
+        with torch.autocast(u.device.type, enabled=False):
+            values = _FEATURES[self.name](u.float()[..., None], self.count)  # [..., n]
+            if self.inner is not None:
+                values = F.gelu(_linear(values, self.inner))
+            return _linear(values, self.outer).to(self.outer.weight.dtype)
 
 
 def _linear(values: Tensor, layer: nn.Linear) -> Tensor:
@@ -94,7 +60,7 @@ def _arithmetic(u: Tensor, count: int) -> Tensor:
     return (shifted - shifted.floor() <= 0.5).float()
 
 
-_FEATURES = {  # (u [..., 1] float32, n) -> [..., n]; the other embeddings have learned rows
+_FEATURES = {  # (u [..., 1] float32, n) -> [..., n]
     "ieee": _ieee,
     "scalar": lambda u, count: u,
     "threshold": lambda u, count: (u <= torch.arange(1, count + 1, device=u.device).float() / count).float(),
@@ -103,21 +69,17 @@ _FEATURES = {  # (u [..., 1] float32, n) -> [..., n]; the other embeddings have 
 
 
 def check_embedding(name: str, features: int | None, hidden: int | None) -> None:
-    """Raise HeadConfigError unless `name` is known and has the given options; None: not given."""
+    """Raise HeadConfigError unless `name` is known and has the options that are set; None: not set."""
     if name not in _COUNTS:
         raise HeadConfigError(f"unknown u_embedding {name!r}; allowed: {', '.join(EMBEDDINGS)}; set it to one of them")
-    own = default_options(name, 64)
+    defaults = default_options(name, 64)
     for key, value in (("u_features", features), ("u_hidden", hidden)):
-        if value is not None and key not in own:
+        if value is not None and key not in defaults:
             raise HeadConfigError(f"{key}={value} is not an option of u_embedding {name!r}; remove {key}")
-        if value is None and key in own:
-            raise HeadConfigError(
-                f"u_embedding {name!r} needs {key}; add it to the config, for example {key}={own[key]}"
-            )
+        if value is None and key in defaults:
+            raise HeadConfigError(f"u_embedding {name!r} needs {key}; add {key}={defaults[key]} to the config")
     if features is not None and not 1 <= features <= MAX_FEATURES:
-        raise HeadConfigError(f"u_features={features}: allowed are 1 to {MAX_FEATURES}; set u_features to that")
-    if name == "interpolation" and features == 1:
-        raise HeadConfigError(f"u_features={features}: u_embedding 'interpolation' needs 2 rows; set u_features to 2")
+        raise HeadConfigError(f"u_features={features}: u_embedding {name!r} has 1 to {MAX_FEATURES}; set it to that")
 
 
 def default_options(name: str, hidden_size: int) -> dict[str, int]:
@@ -128,5 +90,4 @@ def default_options(name: str, hidden_size: int) -> dict[str, int]:
 
 def build_embedding(name: str, hidden_size: int, features: int | None, hidden: int | None) -> AuxEmbedding:
     """Return an untrained embedding on the default device and dtype; options as in `check_embedding`."""
-    count, plain = features or _COUNTS[name], name.removesuffix("-mlp")
-    return _Features(plain, count, hidden, hidden_size) if plain in _FEATURES else _Rows(count, hidden_size)
+    return AuxEmbedding(name.removesuffix("-mlp"), features or _COUNTS[name], hidden, hidden_size)

@@ -24,10 +24,11 @@ from torch import Tensor, nn
 
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads.adapters import AdaptedLayers, layered_backbone, sharing_copy, view_of
+from vllm_mtpc.heads.base import rank_in_group
 from vllm_mtpc.heads.ptp.embedding import AuxEmbedding, build_embedding
 from vllm_mtpc.heads.ptp.late import LateNetwork, build_late
 
-UNINFORMED = 0.5  # u of every row where u is not used: greedy decoding, the independent baseline
+UNUSED_U = 0.5  # of rows whose u is not used: greedy decoding, the independent baseline
 BYTES = ("evabyte", "tpu_llama")  # summaries of older windows; embeddings made of several tokens
 IMPLEMENTATION = "mtpc_windows"  # the name of `windows_attention` among transformers' attention functions
 
@@ -42,7 +43,7 @@ class Prefix(NamedTuple):
     documents: Tensor  # [R, S] int64, -1: padding
 
 
-class Record:
+class PrefixReader:
     """Runs the target's own attention and stores the keys and values of each layer."""
 
     def __init__(self, implementation: str) -> None:
@@ -59,8 +60,8 @@ class Record:
         return function(module, query, key, value, mask, **kwargs)
 
 
-class Layout:
-    """B windows of `length` n rows each, laid out as G packed rows of W windows; built once per pass.
+class WindowGrid:
+    """B windows of `length` n rows each, as a grid of G packed rows of W windows; built once per pass.
 
     Where this would be half padding, as with few windows of many rows, each window has its own copy of its packed row.
     `start` [B] is the index of the last token of packed row `row` [B] that a window reads.
@@ -69,19 +70,11 @@ class Layout:
     def __init__(self, prefix: Prefix, row: Tensor, start: Tensor, length: int) -> None:
         self.prefix, self.length = prefix, length
         self.rows, group = row.unique(return_inverse=True)  # [G], [B]
-        counts = torch.bincount(group, minlength=len(self.rows))
-        self.width = int(counts.max())
+        rank = rank_in_group(group)
+        self.width = int(rank.max()) + 1
+        self.place = group * self.width + rank  # [B], of G * W
         if len(self.rows) * self.width >= 2 * len(row):
-            self.rows, self.width, group, counts = (
-                row,
-                1,
-                torch.arange(len(row), device=row.device),
-                torch.ones_like(row),
-            )
-        order = group.argsort(stable=True)
-        within = torch.empty_like(group)
-        within[order] = torch.arange(len(group), device=group.device) - (counts.cumsum(0) - counts)[group[order]]
-        self.place = group * self.width + within  # [B], of G * W
+            self.rows, self.width, self.place = row, 1, torch.arange(len(row), device=row.device)
         index = torch.arange(prefix.documents.shape[1], device=row.device)
         seen = prefix.documents[row] == prefix.documents[row, start][:, None]  # [B, S]
         hidden = torch.ones(len(self.rows) * self.width, len(index), dtype=torch.bool, device=row.device)
@@ -106,29 +99,29 @@ class Layout:
         if not self.full:
             keys, values = keys[self.rows], values[self.rows]
         self.layer += 1
-        own_keys, own_values = self._placed(key), self._placed(value)  # [P, g, W, n, d], P packed rows, g key heads
-        packed, groups, width, length, size = own_keys.shape
+        key, value = self._placed(key), self._placed(value)  # [P, g, W, n, d], P packed rows, g key heads
+        packed, groups, width, length, size = key.shape
         query = self._placed(query * scale).view(packed, groups, -1, width, length, size)  # [P, g, h, W, n, d]
         before = (query.flatten(2, 4) @ keys.mT).view(*query.shape[:5], -1)  # [P, g, h, W, n, S]
-        own = query @ own_keys[:, :, None].mT  # [P, g, h, W, n, n]
+        inside = query @ key[:, :, None].mT  # [P, g, h, W, n, n]
         if cap := kwargs.get("softcap"):
-            before, own = (cap * torch.tanh(scores / cap) for scores in (before, own))
-        before, own = before.masked_fill(self.hidden, -torch.inf), own.masked_fill(self.later, -torch.inf)
-        weights = torch.cat([before, own], -1).softmax(-1, dtype=torch.float32).to(value.dtype)
-        before, own = weights.split([keys.shape[2], length], -1)
-        read = (before.flatten(2, 4) @ values).view(query.shape) + own @ own_values[:, :, None]
+            before, inside = (cap * torch.tanh(scores / cap) for scores in (before, inside))
+        before, inside = before.masked_fill(self.hidden, -torch.inf), inside.masked_fill(self.later, -torch.inf)
+        weights = torch.cat([before, inside], -1).softmax(-1, dtype=torch.float32).to(value.dtype)
+        before, inside = weights.split([keys.shape[2], length], -1)
+        read = (before.flatten(2, 4) @ values).view(query.shape) + inside @ value[:, :, None]
         read = read.permute(0, 3, 4, 1, 2, 5).reshape(packed * width, length, -1, size)  # [P * W, n, H, d]
         return read[self.place].flatten(0, 1)[None], None
 
     def _placed(self, states: Tensor) -> Tensor:
-        """States [1, H, B * n, d] of the windows as [P, H, W, n, d] in the layout; padding is zero."""
+        """Return states [1, H, B * n, d] of the windows as [P, H, W, n, d] in the grid; padding is zero."""
         states = states[0].unflatten(1, (-1, self.length)).transpose(0, 1)  # [B, H, n, d]
         placed = states.new_zeros(len(self.rows) * self.width, *states.shape[1:]).index_copy(0, self.place, states)
         return placed.unflatten(0, (-1, self.width)).transpose(1, 2)
 
 
-def windows_attention(*args: Any, windows: Record | Layout, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """Attention function of transformers: calls the Record or Layout of the pass."""
+def windows_attention(*args: Any, windows: PrefixReader | WindowGrid, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """Attention function of transformers: calls the reader or grid of the pass."""
     return windows.attend(*args, **kwargs)
 
 
@@ -167,9 +160,9 @@ class Student(AdaptedLayers):
             positions = torch.arange(tokens.shape[1], device=target.device).expand_as(tokens)
         else:
             documents, positions = documents.to(target.device, torch.long), packed["position_ids"]
-        record = Record(target.backbone.config._attn_implementation)
-        hidden = self._plain[0](input_ids=tokens, use_cache=False, windows=record, **packed).last_hidden_state
-        return Prefix(hidden, record.keys, record.values, positions, documents)
+        reader = PrefixReader(target.backbone.config._attn_implementation)
+        hidden = self._plain[0](input_ids=tokens, use_cache=False, windows=reader, **packed).last_hidden_state
+        return Prefix(hidden, reader.keys, reader.values, positions, documents)
 
     def aux(self, prefix: Prefix, row: Tensor, start: Tensor, u: Tensor) -> Tensor:
         """Run the rows of windows through the adapted layers; [B, n, D] after the final norm.
@@ -181,7 +174,7 @@ class Student(AdaptedLayers):
             u: [B, n] in [0, 1).
         """
         u = u.to(self.target.device, torch.float32)
-        embeds = self.embedding(u if self.config.informed else torch.full_like(u, UNINFORMED))
+        embeds = self.embedding(u if self.config.informed else torch.full_like(u, UNUSED_U))
         return self._windows(self._adapted[0], prefix, row, start, 1 - self.first_row, embeds.to(self.target.dtype))
 
     @torch.no_grad()
@@ -231,7 +224,7 @@ class Student(AdaptedLayers):
             # transformers passes a mask of four dimensions unchanged, and builds none
             attention_mask=embeds.new_zeros(1, 1, 1, 1),
             use_cache=False,
-            windows=Layout(prefix, row, start, length),
+            windows=WindowGrid(prefix, row, start, length),
         ).last_hidden_state
         return states.view(count, length, -1)
 

@@ -17,15 +17,15 @@ from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.data.rows import Rows
 from vllm_mtpc.engine.provenance import public
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.eval.text import Samples, Sampling
+from vllm_mtpc.eval.ptp_acceptance import uses_u
+from vllm_mtpc.eval.text import Samples
 from vllm_mtpc.files import read_json
 from vllm_mtpc.heads.ptp.student import Student
 from vllm_mtpc.train.card import head_card, provenance
 from vllm_mtpc.train.options import TrainOptions
-from vllm_mtpc.train.ptp.ptp_drafter import PrefixSource, PtpDrafter, draw_numbers, loss_name
+from vllm_mtpc.train.ptp.ptp_module import PrefixSource, PtpModule, draw_numbers, loss_name
 from vllm_mtpc.train.trainer import Trainer
 
-SHUFFLE_COST = 0.1  # a head that uses u loses this share of its correct drafts, or more, when u is shuffled
 SAMPLING = ("temperature", "top_k", "top_p")  # of the distribution that u selects from
 # Options that a baseline and the head compared with it share.
 OF_BASELINE = (
@@ -38,11 +38,11 @@ OF_HEAD = ("variant", "u_embedding", "u_features", "late_width", "distribution_t
 class PtpTrainer(Trainer):
     """Trains a PTP head of any variant."""
 
-    own = (*OF_HEAD, "baseline", "ptp_loss", "proposals", "u_beta", *SAMPLING)
+    family_options = (*OF_HEAD, "baseline", "ptp_loss", "proposals", "u_beta", *SAMPLING)
     noun, kind_option, chosen_by = "PTP heads", "variant", "head ptp"
     student_class = Student
     defaults = {"windows_per_step": 512, "learning_rate": 1e-3}  # noqa: RUF012
-    greedy_share = 0.0
+    needs_modules, greedy_share = True, 0.0
 
     def setup_model(self) -> None:
         options = self.options
@@ -52,17 +52,15 @@ class PtpTrainer(Trainer):
             head = load_ptp(resolve_head(options.init_from))
             self.student.take(head.lora, head.embedding, head.late)
         self.draw = partial(draw_numbers, options.window, options.u_beta)
-        self.model = PtpDrafter(self.student, options)
+        self.model = PtpModule(self.student, options)
 
     @classmethod
     def check(cls, options: TrainOptions) -> None:
         if options.baseline and options.variant == "independent":
             raise ValueError("baseline with variant 'independent': it is the baseline itself; remove baseline")
         loss_name(options)
-        if options.proposals == "student" and options.given("u_beta"):
+        if options.proposals == "student" and options.changed("u_beta"):
             raise ValueError("u_beta with proposals 'student': its u is uniform; remove u_beta")
-        if options.parallel == "fsdp":
-            raise ValueError("parallel=fsdp with head ptp: its adapters are trained with ddp; set parallel: ddp")
 
     @staticmethod
     def head_config(options: TrainOptions, target: Any, verifier: str, sizes: dict[str, Any]) -> PtpConfig:
@@ -118,11 +116,6 @@ class PtpTrainer(Trainer):
     def load_trained(self, weights: Mapping[str, Tensor]) -> None:
         self.student.load_state_dict(weights)
 
-    def samplings(self) -> dict[str, Sampling]:
-        """Return the trained sampling, and greedy."""
-        options = self.options
-        return {"t1": Sampling(options.temperature, options.top_p, top_k=options.top_k), "t0": Sampling(0.0)}
-
     def measure(self, samples: dict[str, Samples]) -> dict[str, Any]:
         results = super().measure(samples)
         for name in results.keys() & self.baseline.keys():
@@ -135,7 +128,7 @@ class PtpTrainer(Trainer):
             return []
         right, shuffled = results["t1"]["accuracy"], results["t1"]["shuffled_accuracy"]
         lines = [f"correct drafts: {right:.1%}; with the u of other windows: {shuffled:.1%}"]
-        if self.options.variant != "independent" and shuffled > (1 - SHUFFLE_COST) * right:
+        if self.options.variant != "independent" and not uses_u(right, shuffled, results["t1"]["contexts"]):
             lines.append(
                 "warning: shuffled u gives as many correct drafts, so u is not used: train longer, or raise "
                 "learning_rate or lora_rank"

@@ -106,7 +106,7 @@ class PrefixSource:
     def hidden(self, row_indices: Tensor) -> Block:
         """Return the block of rows[row_indices]."""
         tokens, documents = self.rows.tokens[row_indices], self.rows.document[row_indices]
-        parts = zip(*(given.split(Target.rows_at_once) for given in (tokens, documents)), strict=True)
+        parts = zip(*(part.split(Target.rows_at_once) for part in (tokens, documents)), strict=True)
         prefixes, left, right = zip(*(self._batch(*part) for part in parts), strict=True)
         hidden, keys, values, positions, numbers = zip(*prefixes, strict=True)
         layers = [[torch.cat(states) for states in zip(*some, strict=True)] for some in (keys, values)]
@@ -147,7 +147,7 @@ class Text(NamedTuple):
     states: Tensor | None  # [B, n, D], the target's states that predict x_1 .. x_n; None: those of the prefix
 
 
-class PtpDrafter(nn.Module):
+class PtpModule(nn.Module):
     """The trained module: the student on windows of text."""
 
     def __init__(self, student: Student, options: TrainOptions) -> None:
@@ -188,10 +188,10 @@ class PtpDrafter(nn.Module):
 
     def _text(self, batch: Windows) -> Text:
         if self.options.proposals == "student":
-            return self._own_text(batch)
-        return self._inverse_text(batch) if self.loss == "inverse" else self._given_text(batch, batch.draws[:, 0])
+            return self._student_text(batch)
+        return self._inverse_text(batch) if self.loss == "inverse" else self._data_text(batch, batch.draws[:, 0])
 
-    def _given_text(self, batch: Windows, inner: Tensor) -> Text:
+    def _data_text(self, batch: Windows, inner: Tensor) -> Text:
         """Return the text of the data with u inside the target's intervals."""
         tokens, block = batch.tokens, batch.hidden
         place = batch.row, batch.start, tokens.shape[1]
@@ -199,7 +199,7 @@ class PtpDrafter(nn.Module):
         usable = (tokens >= 0) & (right - left >= 1 / STEPS)
         return Text(tokens, u_inside(left, right, inner), _leading(usable), None)
 
-    def _own_text(self, batch: Windows) -> Text:
+    def _student_text(self, batch: Windows) -> Text:
         """Return the tokens that the target selects after the student's drafts, usable up to the first rejected one."""
         student, options, prefix, row, start = self.head, self.options, batch.hidden.prefix, batch.row, batch.start
         u, state = batch.draws[:, 1], prefix.hidden[row, start]
@@ -226,7 +226,7 @@ class PtpDrafter(nn.Module):
     def _watched(self, batch: Windows) -> Tensor:
         """Return sums [2]: 1 and the leading correct drafts for u uniform inside the intervals; windows."""
         batch = batch.each(lambda value: value[:WATCHED])
-        text = self._given_text(batch, batch.draws[:, 1])
+        text = self._data_text(batch, batch.draws[:, 1])
         log_p = distribution_of(self.head, batch.hidden.prefix.hidden[batch.row, batch.start], self.options)
         made = drafts(self.head, batch.hidden, batch.row, batch.start, text.u, log_p, text.tokens[:, 0])
         right = _leading((made == text.tokens)[:, 1:] & text.usable[:, 1:])
