@@ -7,10 +7,8 @@ import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from vllm_mtpc.engine.process import end_group
-from vllm_mtpc.errors import EngineFailed
 
 # Environment of Model Runner V2 with interpreted kernels, as scripts/v2_on_cpu.sh sets it
 INTERPRETED = {
@@ -26,13 +24,9 @@ def tail(log: Path, lines: int = 25) -> str:
     return "\n".join(text.splitlines()[-lines:])
 
 
-def failure(what: str, code: int | None, log: Path) -> EngineFailed:
-    return EngineFailed(f"{what} ended with exit code {code}; the end of its log {log}:\n{tail(log)}")
-
-
 @contextlib.contextmanager
 def group(
-    command: Sequence[str], log: Path, environment: dict[str, str], grace_s: float = 20.0, **more: Any
+    command: Sequence[str], log: Path, environment: dict[str, str], grace_s: float = 20.0
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a command in its own process group, and end the whole group with the context.
 
@@ -41,12 +35,11 @@ def group(
         log: file of its output.
         environment: of the process.
         grace_s: seconds from SIGTERM to SIGKILL; an engine may outlive its front-end.
-        more: arguments of `subprocess.Popen`.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
-        more = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT, **more}
-        process = subprocess.Popen(command, env=environment, start_new_session=True, **more)
+        files = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, env=environment, start_new_session=True, **files)
     try:
         yield process
     finally:

@@ -29,19 +29,18 @@ from vllm_mtpc.engine import provenance
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.evaluator import resolve
 from vllm_mtpc.heads import build_head
-from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.base import DraftParams, Head
 from vllm_mtpc.hf import choose_device
 from vllm_mtpc.kernels.draft import is_small, probabilities
+from vllm_mtpc.kernels.filter.program import Program
 from vllm_mtpc.kernels.pick.naive import of_mass
 from vllm_mtpc.report import check_file, print_table, write_json
 
 PROG = "python -m benchmarks.draft"
-CONTEXT = 512  # tokens that the layers of a backbone read
 BYTES = 320  # vocabulary of EvaByte; larger vocabularies have heads that share the target's lm_head
 DEFINITIONS = (
-    "params ms: the head's products for one draft of K tokens per request, and for a backbone its pass after "
-    f"{CONTEXT} tokens; tokens ms: K tokens from the circuit; draft ms: both. Medians.",
+    "params ms: the head's products for one draft of K tokens per request; tokens ms: K tokens from the circuit; draft "
+    "ms: both. Medians.",
     "captured ms: both as one CUDA graph; launches: kernels, copies and fills of a draft that is not captured.",
     "MiB: weights that a draft reads at any batch size; floor ms: these bytes at the bandwidth of a large copy.",
     "of a step: draft ms (captured where it was) divided by a step of the target without its draft.",
@@ -62,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     parser = argparse.ArgumentParser(prog=PROG, description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--head", nargs="+", default=[], metavar="HEAD", help="MtPC heads: folders or hub names")
+    add("--head", nargs="+", default=[], metavar="HEAD", help="MtPC heads without own layers: folders or hub names")
     add("--shape", nargs="+", type=shape, default=[], metavar="D=..,V=..,n=..,r=..", help="random heads; c: rank")
     add("--circuits", nargs="+", choices=CIRCUITS, default=list(CIRCUITS), help="of --shape (default: all)")
     add("--batch", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64], metavar="B")
@@ -127,6 +126,8 @@ def cases(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) ->
     """Yield the heads one by one, so that one is in memory at a time."""
     for name in args.head:
         config, head = load_head(resolve(name)[0], dtype, device)
+        if config.head == "backbone":
+            raise UsageError(f"{name}: has layers of its own, which run in an engine; type: vllm-mtpc bench serve")
         label = f"{config.circuit} n={config.window} r={config.num_components} {config.head}"
         yield bound(Case(label, head, config.num_speculative_tokens))
     for sizes, circuit in ((sizes, circuit) for sizes in args.shape for circuit in args.circuits):
@@ -149,8 +150,6 @@ def bound(case: Case) -> Case:
         weight = next(head.parameters())
         lm_head = torch.randn(head.vocab_size, head.hidden_size, dtype=weight.dtype, device=weight.device)
         head.bind_lm_head(lambda hidden: F.linear(hidden, lm_head))
-        if isinstance(head, BackboneHead):
-            head.bind_embedding(lambda tokens: F.embedding(tokens, lm_head))
     return case
 
 
@@ -195,17 +194,16 @@ def parts(case: Case, batch: int, temperature: float) -> tuple[Callable[[], Any]
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(batch, head.hidden_size, generator=generator).to(weight.device, weight.dtype)
     first = torch.randint(0, head.vocab_size, (batch,), generator=generator).to(weight.device)
-    read = backbone_pass(head, first, num_drafts) if isinstance(head, BackboneHead) else lambda: hidden
     if weight.device.type == "cuda":
         leaf = (batch, num_drafts, head.circuit.num_components, head.vocab_size)
-        draw = timing.draft_kernel(head.circuit.program, leaf, temperature, weight.device)
+        draw = draft_kernel(head.circuit.program, leaf, temperature, weight.device)
     else:
         draw = partial(draw_by_definition, head, temperature)
 
     in_blocks = weight.device.type == "cuda" and not is_small(head.circuit.num_components, head.vocab_size)
 
     def params() -> DraftParams:
-        return head.draft_params(read(), first, num_drafts, in_blocks)
+        return head.draft_params(hidden, first, num_drafts, in_blocks)
 
     return params, partial(draw, params()), lambda: draw(params())
 
@@ -221,24 +219,39 @@ def draw_by_definition(head: Head, temperature: float, given: DraftParams) -> Te
     return probabilities.draft(head.circuit.program, *given[:6], pick=pick)
 
 
-def backbone_pass(head: BackboneHead, first: Tensor, num_drafts: int) -> Callable[[], Tensor]:
-    """Return a call for the states of a window: keys and values of the verified tokens, then the layers."""
-    backbone, batch, verified = head.backbone, len(first), num_drafts + 1
-    weight, attention = backbone.fc.weight, backbone.layers[0].self_attn
-    aux = torch.randn(batch, verified, backbone.fc.in_features).to(weight)
-    keys = torch.randn(2, len(backbone.layers), batch, attention.kv_heads, CONTEXT, attention.head_dim).to(weight)
-    layers = list(zip(*keys, strict=True))
-    new = torch.arange(CONTEXT - verified, CONTEXT, device=weight.device).expand(batch, -1)
-    positions = torch.arange(CONTEXT, CONTEXT + head.num_queries, device=weight.device).expand(batch, -1)
-    mask = torch.ones(batch, 1, head.num_queries, CONTEXT + head.num_queries, dtype=torch.bool, device=weight.device)
+def draft_kernel(
+    program: Program, shape: tuple[int, int, int, int], temperature: float, device: torch.device
+) -> Callable[[tuple[Tensor, ...]], Tensor]:
+    """Return the draft kernel as Model Runner V2 calls it: `DraftParams` -> tokens [B, K].
 
-    def read() -> Tensor:
-        for cached, given in zip(layers, backbone.context(aux, new), strict=True):
-            for whole, part in zip(cached, given, strict=True):
-                whole[:, :, -verified:] = part
-        return backbone(head.queries(first), positions, layers, mask)
+    Args:
+        program: of the circuit.
+        shape: [B, K, r, V].
+        temperature: of all requests.
+        device: of the buffers.
+    """
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
 
-    return read
+    from vllm_mtpc.kernels.draft.kernel import CircuitDrafter
+
+    batch, drafts, r, vocab_size = shape
+    drafter = CircuitDrafter(program, r, vocab_size, device, gumbel_noised_argmax)
+    slots = torch.arange(batch, dtype=torch.int32, device=device)
+    given = {
+        "slots": slots,
+        "temperature": torch.full((batch,), temperature, device=device),
+        "seeds": slots.long(),
+        "pos": slots.long(),
+        "tokens": torch.zeros(batch, drafts, dtype=torch.int64, device=device),
+        "confidences": torch.zeros(batch, drafts, device=device),
+        "cache": torch.zeros(batch, drafts, vocab_size, device=device),
+    }
+
+    def draft(params: tuple[Tensor, ...]) -> Tensor:
+        drafter(*params, **given)
+        return given["tokens"]
+
+    return draft
 
 
 def weight_bytes(head: Head, num_drafts: int) -> int:

@@ -1,7 +1,8 @@
 """Kernels against their definitions and eager chains on a GPU: ``python -m benchmarks.kernels --json FILE``.
 
 Each case first compares the kernel's result with its definition in PyTorch (`naive.py`); a difference ends the run with
-exit code 1. Without a GPU the definitions alone are timed: an interpreted kernel has no speed.
+exit code 1. Without a GPU the definitions alone are timed: an interpreted kernel has no speed. `benchmarks.draft` times
+the draft kernels.
 """
 
 from __future__ import annotations
@@ -19,12 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import timing
-from vllm_mtpc.circuits import CIRCUITS, CircuitParams, circuit_class, get_circuit
+from vllm_mtpc.circuits import CIRCUITS, circuit_class, get_circuit
 from vllm_mtpc.cli import guard
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.errors import MtpcError
-from vllm_mtpc.kernels.bigram import Bigram
-from vllm_mtpc.kernels.draft import naive
 from vllm_mtpc.report import check_file, print_table, write_json
 
 PROG = "python -m benchmarks.kernels"
@@ -123,46 +122,7 @@ def leaf(device: torch.device) -> Iterator[Case]:
         yield make_case("leaf.terms", sizes, (states, weight, token), 8 * batch * r, eager)
 
 
-def draft(device: torch.device) -> Iterator[Case]:
-    """Greedy drafts, which need no noise: kernel and definition return the same tokens."""
-    for vocab_size, name, batch, token_rank in (
-        (v, name, b, rank) for v in (BYTES, SUBWORDS) for name in CIRCUITS for b in (1, 64) for rank in (0, 32)
-    ):
-        n, r, batch = 8, min(8, circuit_class(name).max_components), batch if vocab_size == BYTES else min(batch, 8)
-        circuit, drafts = get_circuit(name, n, r), n - 1
-        first = torch.zeros(batch, dtype=torch.int64, device=device)
-        leaf = torch.randn(batch, n, r, vocab_size, device=device)
-        evidence = leaf[:, 0].log_softmax(dim=-1)[..., 0]
-        sums = torch.randn(batch, r, device=device), torch.randn(batch, circuit.num_inner, r, r, device=device)
-        bigram = None
-        if token_rank:
-            source = torch.randn(vocab_size, token_rank, device=device) / token_rank**0.5
-            bigram = Bigram(source, torch.randn(drafts, token_rank, vocab_size, device=device))
-        params = (evidence, leaf[:, 1:], *sums, first, bigram)
-
-        def by_definition(params: Any = params, circuit: Any = circuit) -> Tensor:
-            return naive.draft(circuit.program, *params, pick=lambda log_q, k: log_q.argmax(dim=-1))
-
-        def eager(params: Any = params, circuit: Any = circuit, leaf: Tensor = leaf) -> Tensor:
-            _, _, root, inner, first, bigram = params
-            whole = CircuitParams(leaf.log_softmax(-1), root.log_softmax(-1), inner.log_softmax(-1), bigram)
-            state, columns = circuit.observe(whole, circuit.start(whole), 0, first), []
-            for k in range(1, leaf.shape[1]):
-                columns.append(circuit.next_log_probs(whole, state, k).argmax(dim=-1))
-                state = circuit.observe(whole, state, k, columns[-1])
-            return torch.stack(columns, dim=1)
-
-        kernel = None
-        if device.type == "cuda":
-            kernel = partial(timing.draft_kernel(circuit.program, tuple(params[1].shape), 0.0, device), params)
-        moved = size_of(*params[:5]) + 4 * batch * drafts * vocab_size + 12 * batch * drafts
-        if bigram:  # W2, and a row of W1 per draft
-            moved += size_of(bigram.target) + 4 * batch * drafts * token_rank
-        sizes = f"{name} V={vocab_size} n={n} r={r} B={batch}" + f" token_rank={token_rank}" * bool(token_rank)
-        yield Case(sizes, by_definition, moved, kernel, eager)
-
-
-OPERATIONS = {"uniform": uniform, "pick": pick, "couple": couple, "filter": filter_, "draft": draft, "leaf": leaf}
+OPERATIONS = {"uniform": uniform, "pick": pick, "couple": couple, "filter": filter_, "leaf": leaf}
 
 
 def main(words: list[str] | None = None) -> int:

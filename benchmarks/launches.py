@@ -49,7 +49,7 @@ from vllm_mtpc.engine import provenance
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.backbone import BackboneHead
 from vllm_mtpc.heads.base import Head
-from vllm_mtpc.kernels.draft.kernel import Drafter
+from vllm_mtpc.kernels.draft.kernel import CircuitDrafter
 from vllm_mtpc.proposers.options.draft_memory import rows_at_once
 from vllm_mtpc.proposers.v2.backbone_speculator import ServedBackbone
 from vllm_mtpc.proposers.v2.lora import Gate, GatedLinear
@@ -104,6 +104,7 @@ class Trace(TorchDispatchMode):
     def launch(self, kernel: Any, **given: Any) -> None:
         """Count a launch of a Triton kernel."""
         self.count["triton"] += 1
+        given = flatten(kernel.__name__, given)
         for name, value in given.items():
             if isinstance(value, Tensor):
                 self.count["bytes"] += round(share(name, value, given, self.batch) * value.numel()) * value.itemsize
@@ -113,6 +114,24 @@ class Trace(TorchDispatchMode):
             leaves = 1 if "k" in given else given["num_drafts"]
             terms = given["r"] * given["LOW"] + given["RANK"]
             self.count["flops"] += 2 * self.batch * leaves * terms * given["vocab_size"]
+
+
+# Members of the arguments of a launch (`kernels/draft/launches.py`) that a kernel does not touch.
+UNUSED = {
+    "leaf_blocks": {"norm_ptr", "state_ptr", "record_ptr"},
+    "start_rows": {"record_ptr"},
+    "draft_blocks": {"top_ptr", "total_ptr"},
+    "choose": {"top_ptr", "total_ptr", "norm_ptr", "evidence_ptr", "root_ptr", "seed_ptr", "allowed_ptr"},
+}
+
+
+def flatten(kernel: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Return a kernel's arguments by name, with the members of named tuples that it uses; `Leaf.ptr` is `leaf_ptr`."""
+    flat = {name: value for name, value in given.items() if not hasattr(value, "_fields")}
+    for group in given.values():
+        for name, value in zip(getattr(group, "_fields", ()), group if hasattr(group, "_fields") else (), strict=True):
+            flat.setdefault(f"{type(group).__name__.lower()}_ptr" if name == "ptr" else name, value)
+    return {name: value for name, value in flat.items() if name not in UNUSED.get(kernel, ())}
 
 
 def share(name: str, tensor: Tensor, given: dict[str, Any], batch: int) -> float:
@@ -160,7 +179,7 @@ def make_head(config: HeadConfig) -> Head:
 def make_draft(head: Head, batch: int) -> Callable[[], None]:
     """Return the draft of a batch from states, in the chunks that the speculator makes."""
     size = head.vocab_size
-    drafter = Drafter(head.circuit.program, head.circuit.num_components, size, torch.device("cpu"), None)
+    drafter = CircuitDrafter(head.circuit.program, head.circuit.num_components, size, torch.device("cpu"), None)
     in_blocks = not drafter.one_launch
     step = rows_at_once(head, [0] + [DRAFTS] * batch, DRAFTS, DTYPE, in_blocks=in_blocks)[DRAFTS]
 

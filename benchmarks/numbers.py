@@ -136,6 +136,24 @@ def gpu_drafts() -> str:
     return table("head", lines, ["draft ms", "weights read, ms", "step of the target, ms", "draft / step"])
 
 
+def distributions() -> str:
+    """Return the cases of Model Runner V2: of the requests the one furthest from its distribution (of faults: nearest).
+
+    Distances are compared by their floors.
+    """
+    lines = []
+    for name, case in sorted(content("distribution-v2")["cases"].items()):
+        if name.startswith("V1: "):
+            continue
+        by_share = sorted(case["rows"], key=lambda row: row["distance"] / row["floor"] if row["floor"] else 0)
+        row = by_share[0 if name.startswith("fault") else -1]
+        accepted = "" if case["acceptance"] is None else f"{case['acceptance']:.0%}"
+        found = [f"{row['distance']:.4f}", f"{row['floor']:.4f}", row["setting"]]
+        verdicts = ", ".join(sorted({one["verdict"] for one in case["rows"]}))
+        lines.append([name, accepted, f"{len(case['rows'])} x {row['draws']:,}", *found, verdicts])
+    return table("setting", lines, ["drafts accepted", "kinds x draws", "TV", "floor", "of", "verdict"])
+
+
 def soaks() -> str:
     """Return the answers of the soaks that equal plain vLLM's, and the largest growth of memory."""
     found = [content(f"soak-{name}") for name in ("v1-swap", "v2-swap", "v2-ptp")]
@@ -158,6 +176,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "launches": launches,
     "gpu drafts": gpu_drafts,
     "soaks": soaks,
+    "distributions": distributions,
 }
 
 

@@ -1,14 +1,12 @@
-"""The registry of results: ``python -m benchmarks.registry [--stale | --commands | --write benchmarks/RESULTS.md]``.
+"""The registry of results; ``python -m benchmarks.registry`` writes its table to benchmarks/RESULTS.md.
 
-A result records git's hashes of the folders of code and of its script (``provenance.collect``). It is stale if one of
-them differs from the checkout's. If parts of it have their own commits, each counts.
+A result records git's hashes of the folders of code and of its script (``provenance.collect``); tests compare them with
+its commit. If parts of it have their own commits, each counts.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Collection, Iterator
 from functools import cache
 from pathlib import Path
@@ -19,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from vllm_mtpc.engine import provenance
 
-FILE = Path(__file__).with_suffix(".yaml")
+FILE, RESULTS_PAGE = Path(__file__).with_suffix(".yaml"), Path(__file__).with_name("RESULTS.md")
 BEGIN, END = "<!-- results -->", "<!-- end of the results -->"
 COLUMNS = ("what", "command", "file", "where it ran", "measured", "why not again")
 SHOWN = 3  # commits that a line names
@@ -32,7 +30,7 @@ class Result(BaseModel):
         what, link: the name, and the page of the tables.
         files: names in benchmarks/results without .json.
         where: hardware.
-        old: why a stale result was not measured again.
+        old: why a result of older code was not measured again.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -78,22 +76,6 @@ def trees_of(values: Any) -> dict[str, dict[str, str]]:
     return found
 
 
-def stale(values: Any) -> list[str]:
-    """Return the commits of a result whose code is not that of the checkout, or is not recorded."""
-    return [
-        commit
-        for commit, trees in trees_of(values).items()
-        if not trees or any(current(path) != tree for path, tree in trees.items())
-    ]
-
-
-@cache
-def current(path: str) -> str | None:
-    """Return the hash of a file or folder of the checkout."""
-    file = provenance.ROOT / path
-    return provenance.git_entry(file)[-20:].hex() if file.exists() else None
-
-
 def table() -> str:
     """Return the results as Markdown."""
     lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
@@ -120,30 +102,5 @@ def page(text: str) -> str:
     return before + BEGIN + "\n" + table() + "\n" + END + rest.partition(END)[2]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.registry", description=__doc__.splitlines()[0])
-    parser.add_argument("--stale", action="store_true", help="list stale results without a reason; exit 1 if any")
-    parser.add_argument(
-        "--commands", nargs="*", metavar="NAME", help="print commands of these stale results, or of all"
-    )
-    parser.add_argument("--write", type=Path, metavar="RESULTS.md", help="write the table of the page")
-    args = parser.parse_args(arguments)
-    if args.write:
-        args.write.write_text(page(args.write.read_text(encoding="utf-8")), encoding="utf-8")
-        return 0
-    number = 0
-    for result in read():
-        found = {name: commits for name in result.files if (commits := stale(kept(name)))}
-        if not found or (args.stale and result.old):
-            continue
-        number += 1
-        if args.commands is None:
-            for name, commits in found.items():
-                print(f"{name}.json: of {shown(commits)}; {result.old or 'no reason in registry.yaml'}")
-        elif not args.commands or set(args.commands) & {*result.files}:
-            print(result.files[0] if len(result.files) == 1 else "-", result.command, sep="\t")
-    return int(args.stale and number > 0)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    RESULTS_PAGE.write_text(page(RESULTS_PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from statistics import median
 from typing import Any
 
-from benchmarks import hosted, served_states
+import numpy as np
+from numpy.typing import NDArray
+
 from benchmarks.serve_tables import content, read, table
 
 Row = Mapping[str, Any]
+HOSTED = ("head", "circuit", "components", "component_rank", "token_rank")  # a compared head on a native MTP layer
 
 
 def cell(row: Row, digits: int = 2) -> str:
@@ -28,44 +33,68 @@ def millions(parameters: int) -> str:
 
 
 def states() -> str:
-    """Return the tables of heads trained on states of vLLM."""
-    return served_states.table(content("served-states") | {"served": content("served-int8")["served"]})
+    """Return states/s by source, and heads of quantised targets by the states of their training."""
+    lines = []
+    for name, rates in content("served-states")["throughput"].items():
+        lines.append([name, f"{median(rates):,.0f}", f"{min(rates):,.0f} to {max(rates):,.0f}"])
+    speeds = table("states of", lines, ["tokens/s", "rounds"])
+    lines = [
+        [bits, name, *(cell(found[t], 3) for t in ("T=0", "T=1"))]
+        for bits, by_name in content("served-states")["quantised"].items()
+        for name, found in by_name.items()
+    ]
+    return speeds + "\n" + table("served target|states of training", lines, ["tokens/step T=0", "T=1"])
 
 
 def native() -> str:
-    """Return the table of heads on a native MTP layer."""
-    return hosted.table(content("hosted"))
-
-
-def soaks() -> str:
-    """Return what the soaks answered."""
-    shown = {"v1-swap": "V1, btree and hmm in turns", "v2-swap": "V2, the same", "v2-ptp": "V2, `late` (PTP)"}
+    """Return the heads on a native MTP layer, and the comparisons of the best with native recursion."""
+    found: dict[tuple[Any, ...], list[Row]] = {}  # a row per seed
+    for row in content("hosted")["rows"]:
+        found.setdefault(tuple(row.get(key) for key in HOSTED), []).append(row)
     lines = []
-    for name, head in shown.items():
-        one = content(f"soak-{name}")
-        requests = sum(count for kind, count in one["requests"].items() if kind != "swap")
-        counts = [requests, one["greedy_equal_to_plain"], one["preemptions"], len(one["faults"])]
-        lines.append([head, *(f"{count:,}" for count in counts), f"{one['tokens_per_step']:.2f}"])
-        lines[-1].append(f"{one['memory_growth']:.3f}")
-    columns = ["requests", "greedy, equal to plain vLLM's", "preempted", "faults", "tokens/step", "memory"]
-    return table("runner, head", lines, columns)
+    for key, rows in found.items():
+        numbers = ["{:.3f} ± {:.3f}".format(*ratio_of(rows, t)[:2]) for t in ("t1", "t0")]
+        seeds = sorted(row["t1"]["tokens_per_step"] for row in rows)
+        spread = f"{seeds[0]:.3f} to {seeds[-1]:.3f}" if len(seeds) > 1 else ""
+        sizes = ["" if value is None else str(value) for value in key]
+        lines.append([*sizes, numbers[0], spread, numbers[1], f"{rows[0]['products'] / 1e6:.2f}M"])
+    columns = ["tokens/step T=1", "seeds", "T=0", "products"]
+    return table("head|circuit|r|`component_rank`|`token_rank`", lines, columns) + "\n" + compared(found)
 
 
-def long_texts() -> str:
-    """Return tokens/step and times after long texts."""
-    lines = [
-        [
-            f"{row['positions']:,}",
-            f"{row['temperature']:g}",
-            row["head"],
-            f"{row['tokens_per_step']:.2f}",
-            f"{row['step_ms']:.1f}",
-            f"{row['draft_ms']:.2f}" if row["draft_ms"] else "",
-            f"{row['equal_to_plain']} of {row['texts']}" if not row["temperature"] and row["draft_ms"] else "",
-        ]
-        for row in sorted(content("long-context-cpu")["rows"], key=lambda row: (row["positions"], row["temperature"]))
-    ]
-    return table("tokens before|T|drafts by", lines, ["tokens/step", "step ms", "draft ms", "greedy, equal to plain's"])
+def compared(found: Mapping[tuple[Any, ...], list[Row]]) -> str:
+    """Return the best heads against native recursion, the Markov head, and for products their factors."""
+    recursion, markov = ("native recursion", *4 * (None,)), ("hosted", "ff", 1, 0, 32)
+    names = {recursion: "native recursion", markov: "the Markov head"}
+    circuits = [key for key in found if key[1] not in (None, "ff")]
+    half = [key for key in circuits if found[key][0]["products"] <= found[recursion][0]["products"] / 2]
+    pairs = []
+    for what, keys in (("best", circuits), ("best with half of native recursion's products", half)):
+        best = max(keys, key=lambda key: ratio_of(found[key], "t1")[0])
+        pairs += [(what + ": ", best, other, names[other]) for other in (recursion, markov)]
+    pairs += [("", key, (*markov[:4], key[4]), "its factors alone") for key in circuits if key[0] == "product"]
+    lines = []
+    for what, key, other, name in pairs:
+        (a, _, left), (b, _, right) = (ratio_of(found[one], "t1") for one in (key, other))
+        noise = error_of(left - right)
+        word = "within noise" if abs(a - b) < 2 * noise else "more" if a > b else "fewer"
+        sizes = "{} {} (r={}, `component_rank` {}, `token_rank` {})".format(*key)
+        share = found[key][0]["products"] / found[other][0]["products"]
+        gain = f"{a / b - 1:+.1%} ± {noise / b:.1%} tokens/step ({word}), {share:.0%} of the products"
+        lines.append(f"* {what}{sizes} against {name}: {gain}.")
+    return "\n".join([*lines, ""])
+
+
+def ratio_of(rows: list[Row], t: str) -> tuple[float, float, NDArray[np.float64]]:
+    """Return tokens/step over the texts of all seeds, its standard error, and each text's share of the error."""
+    tokens, steps = np.array([row[t]["texts"] for row in rows]).sum(0).T
+    value = tokens.sum() / steps.sum()
+    shares = (tokens - value * steps) / steps.sum()
+    return value, error_of(shares), shares
+
+
+def error_of(shares: NDArray[np.float64]) -> float:
+    return shares.std(ddof=1) * math.sqrt(len(shares))
 
 
 def backbone_circuits() -> str:
@@ -76,16 +105,6 @@ def backbone_circuits() -> str:
         rank = str(row["token_rank"] or "")
         lines.append([f"{row['circuit']} r={row['components']}", rank, millions(row["parameters"]), *both])
     return table("circuit|`token_rank`", lines, ["parameters trained", "T=1", "T=0"])
-
-
-def backbone_drafts() -> str:
-    """Return the milliseconds of drafts of backbones, of one request and of four."""
-    heads: dict[str, list[str]] = {}
-    for index, row in enumerate(content("draft-backbone-cpu")["rows"]):  # two batches of a head follow each other
-        name = row["head"].replace(" linear", ", linear (packaged)")
-        name += " `token_rank` 32" if index // 2 % 2 else ""
-        heads.setdefault(name, []).append("{:.1f} ({:.1f} to {:.1f})".format(*row["draft_ms"]))
-    return table("head", [[name, *ms] for name, ms in heads.items()], ["1 request, ms", "4 requests, ms"])
 
 
 def served(name: str, decodings: Mapping[str, str]) -> str:
@@ -138,10 +157,7 @@ TOKENS = {"ngram": "ngram", "btree btree": "btree with `token_rank`", "btree btr
 BLOCKS: dict[str, Callable[[], str]] = {
     "states": states,
     "native": native,
-    "soak": soaks,
-    "long texts": long_texts,
     "backbone circuits": backbone_circuits,
-    "backbone drafts": backbone_drafts,
     "tokens": tokens,
     "tokens served": partial(served, "serve-tokens-cpu", TOKENS),
     "shakespeare": shakespeare,

@@ -8,9 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
-
-from vllm_mtpc.kernels.filter.program import Program
 
 WARM_UP = 5
 EVICT = 256 << 20  # bytes written between calls on a GPU, so that weights are read from memory as in a step
@@ -83,38 +80,3 @@ def bytes_per_second(device: torch.device) -> float:
     source = torch.zeros(COPIED[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * len(source) / (measure(lambda: target.copy_(source), device, 7).median / 1000)
-
-
-def draft_kernel(
-    program: Program, shape: tuple[int, int, int, int], temperature: float, device: torch.device
-) -> Callable[[tuple[Tensor, ...]], Tensor]:
-    """Return the draft kernel as Model Runner V2 calls it: `DraftParams` -> tokens [B, K].
-
-    Args:
-        program: of the circuit.
-        shape: [B, K, r, V].
-        temperature: of all requests.
-        device: of the buffers.
-    """
-    from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
-
-    from vllm_mtpc.kernels.draft.kernel import Drafter
-
-    batch, drafts, r, vocab_size = shape
-    drafter = Drafter(program, r, vocab_size, device, gumbel_noised_argmax)
-    slots = torch.arange(batch, dtype=torch.int32, device=device)
-    given = {
-        "slots": slots,
-        "temperature": torch.full((batch,), temperature, device=device),
-        "seeds": slots.long(),
-        "pos": slots.long(),
-        "tokens": torch.zeros(batch, drafts, dtype=torch.int64, device=device),
-        "confidences": torch.zeros(batch, drafts, device=device),
-        "cache": torch.zeros(batch, drafts, vocab_size, device=device),
-    }
-
-    def draft(params: tuple[Tensor, ...]) -> Tensor:
-        drafter(*params, **given)
-        return given["tokens"]
-
-    return draft

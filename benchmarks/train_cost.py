@@ -93,31 +93,19 @@ def window_seconds(size: Size) -> float:
 
 def table() -> str:
     """Return the table of docs/training.md."""
-    lines = []
+    rows = []
     for name, size in SIZES.items():
         state = 2 * size.hidden_size  # bytes, bfloat16
-        lines.append(
-            [
-                name,
-                f"{2 * size.parameters / size.gpus / GIB:.1f} GiB",
-                f"{state // 2**10} KiB",
-                f"{state * TOKENS / 1e9:,.0f} GB",
-                f"{GIB // state:,}",
-                f"{state_hours(size):.2f} h",
-                f"{head_parameters(size) / 1e6:.0f}M",
-                f"{trainer_bytes(size) / GIB:.1f} GiB",
-                f"{window_seconds(size) * TOKENS / 3600:.0f} h",
-            ]
-        )
-    header = [
-        "target",
-        "weights per GPU",
-        "states per token",
-        "cache of 100M tokens",
-        "tokens of a block",
-        "states of 100M tokens",
-        "head",
-        "trainer",
-        "training on 100M tokens",
-    ]
-    return markdown(header, lines) + "\n"
+        row = {
+            "target": name,
+            "weights per GPU": f"{2 * size.parameters / size.gpus / GIB:.1f} GiB",
+            "states per token": f"{state // 2**10} KiB",
+            "cache of 100M tokens": f"{state * TOKENS / 1e9:,.0f} GB",
+            "tokens of a block": f"{GIB // state:,}",
+            "states of 100M tokens": f"{state_hours(size):.2f} h",
+            "head": f"{head_parameters(size) / 1e6:.0f}M",
+            "trainer": f"{trainer_bytes(size) / GIB:.1f} GiB",
+            "training on 100M tokens": f"{window_seconds(size) * TOKENS / 3600:.0f} h",
+        }
+        rows.append(row)
+    return markdown([*row], [[*one.values()] for one in rows]) + "\n"

@@ -1,11 +1,11 @@
-"""Throughput and peak memory of the trainer: `python -m benchmarks.training [--json FILE] [--quick]`.
+"""Throughput and peak memory of the trainer: `python -m benchmarks.training [--json FILE]`.
 
 Each row is an optimiser step of the trainer's own loss (`step_loss`), backward pass, clipping and AdamW included, on
 random hidden states and tokens: the work of a step with given hidden states (`cache`). The target's forward
 is not part of it. Each row has its own process, since the peak of resident memory is one number per process.
 
 The n * r * V logits of a step exist for `chunk_windows` windows at a time; rows with all windows in one chunk show what
-that saves. The two ways must give the same losses and gradient norm, or nothing is reported.
+that saves.
 
 Expected memory in bytes, float32:  base + 12 P + 4 F + 4 B D + s + max(8 P, m L)
   base  the process after a step of next to no size: interpreter, libraries (on CUDA cuBLAS's buffer)
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import subprocess
 import sys
@@ -35,14 +34,13 @@ from vllm_mtpc.cli import guard
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.report import check_file, print_table, write_json
 
-TOLERANCE = 1e-4  # relative; sums of a thousand float32 terms in another order differ by about 1e-6
-RESULT_MARK = "result: "
+PROG = "python -m benchmarks.training"
 DEFINITIONS = (
     "window tokens/s: tokens x_1..x_n of all windows of a step, by the seconds of a step (median).",
-    "text tokens/s: windows/s; one window starts at every token of the text.",
     "peak: the process's largest resident set on a CPU, torch's largest allocation on CUDA; expected: the formula.",
     "a step is loss, backward pass, gradient clipping and AdamW on given hidden states; the target does not run.",
 )
+HEADER = ("shape", "chunk", "parameters", "window tokens/s", "peak GiB", "expected GiB")
 
 
 @dataclass(frozen=True)
@@ -63,114 +61,73 @@ class Shape:
 
 
 # The demo; the same window and components as the paper's largest heads, at two hidden sizes; a subword vocabulary.
-SHAPES = (
+CHUNKED = (
     Shape("demo", 257, 128, 8, 8, windows=2048, chunk=256),
     Shape("demo, likelihood", 257, 128, 8, 8, windows=2048, chunk=256, likelihood=True),
     Shape("bytes", 320, 1024, 16, 32, windows=1024, chunk=64),
-    Shape("bytes, large target", 320, 4096, 16, 32, windows=256, chunk=64, steps=1),
     Shape("subwords", 32000, 1024, 8, 8, windows=128, chunk=16, head="shared", steps=1),
     Shape("subwords, likelihood", 32000, 1024, 8, 8, 128, 16, head="shared", likelihood=True, steps=1),
 )
-CHUNKED_ONLY = {"bytes, large target"}  # one piece adds nothing to the smaller shape
-QUICK = (Shape("tiny", 61, 32, 4, 3, windows=96, chunk=32), Shape("tiny shared", 61, 32, 4, 3, 96, 32, head="shared"))
-
-
-def ways(shape: Shape) -> list[Shape]:
-    """A shape as it is measured: in chunks, and in one piece where both are wanted."""
-    return [shape] if shape.name in CHUNKED_ONLY else [shape, replace(shape, chunk=shape.windows)]
+SHAPES = (
+    *(way for shape in CHUNKED for way in (shape, replace(shape, chunk=shape.windows))),
+    Shape("bytes, large target", 320, 4096, 16, 32, windows=256, chunk=64, steps=1),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog=PROG, description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
-    parser.add_argument("--quick", action="store_true", help="two tiny shapes: does it run, and do both ways agree")
-    parser.add_argument("--shape", action="append", metavar="NAME", help="this shape only; repeatable")
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if there is one"
-    )
     parser.add_argument("--child", metavar="SHAPE", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
-    return guard("python -m benchmarks.training", lambda: measure_shapes(args))
+    return guard(PROG, lambda: run(args))
 
 
-def measure_shapes(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Measure every shape in a process of its own."""
     if args.child:
-        print(RESULT_MARK + json.dumps(measure(Shape(**json.loads(args.child)), args.device)))
+        print(json.dumps(measure(Shape(**json.loads(args.child)))))
         return 0
     check_file(args.json)
-    shapes = chosen(QUICK if args.quick else SHAPES, args.shape)
-    rows = [row for shape in shapes for row in measure_ways(shape, args.device)]
+    rows = []
+    for shape in SHAPES:
+        print(f"{shape.name}, chunks of {shape.chunk} of {shape.windows} windows ...", file=sys.stderr, flush=True)
+        call = [sys.executable, "-m", "benchmarks.training", "--child", json.dumps(asdict(shape))]
+        done = subprocess.run(call, capture_output=True, text=True, check=False)
+        if done.returncode:
+            end = done.stderr.strip().rpartition("\n")[2] or "no message; the system may have run out of memory"
+            raise UsageError(f"{shape.name}: its process ended with exit code {done.returncode}: {end}")
+        rows.append(json.loads(done.stdout.splitlines()[-1]))
     from vllm_mtpc.engine.provenance import collect  # torch: not before, a child's peak starts at its parent's size
 
-    result = {**collect(), "definitions": list(DEFINITIONS), "rows": rows}
+    print_table("optimiser steps of the trainer", HEADER, [line(row) for row in rows])
+    print("\n".join(["", *DEFINITIONS]))
     if args.json:
-        write_json(args.json, result)
-    _print(result)
+        write_json(args.json, {**collect(), "definitions": DEFINITIONS, "rows": rows})
     return 0
 
 
-def chosen(shapes: Sequence[Shape], names: Sequence[str] | None) -> list[Shape]:
-    """The shapes named, all without names. Raises UsageError for a name that is none."""
-    unknown = set(names or ()) - {shape.name for shape in shapes}
-    if unknown:
-        allowed = ", ".join(shape.name for shape in shapes)
-        raise UsageError(f"no shape {unknown.pop()!r}; allowed: {allowed}")
-    return [shape for shape in shapes if not names or shape.name in names]
+def line(row: dict[str, Any]) -> list[str]:
+    """Format a row of the table."""
+    sizes = [row["shape"]["name"], str(row["shape"]["chunk"]), f"{row['parameters'] / 1e6:.1f}M"]
+    gib = [f"{row[key] / 2**30:.2f}" for key in ("peak_bytes", "expected_bytes")]
+    return [*sizes, f"{row['window_tokens_per_second']:,.0f}", *gib]
 
 
-def measure_ways(shape: Shape, device: str) -> list[dict[str, Any]]:
-    """Return one row per variant, each from its own process. Raises UsageError if a process fails or the ways
-    disagree."""
-    rows = []
-    for way in ways(shape):
-        print(f"{way.name}, chunks of {way.chunk} of {way.windows} windows ...", file=sys.stderr, flush=True)
-        rows.append(run(way, device))
-    check_agreement(shape.name, rows)
-    return rows
-
-
-def run(shape: Shape, device: str) -> dict[str, Any]:
-    """Run `measure` in its own process."""
-    call = [sys.executable, "-m", "benchmarks.training", "--device", device, "--child", json.dumps(asdict(shape))]
-    done = subprocess.run(call, capture_output=True, text=True, check=False)
-    found = [line for line in done.stdout.splitlines() if line.startswith(RESULT_MARK)]
-    if done.returncode or not found:
-        end = " / ".join(done.stderr.strip().splitlines()[-3:]) or "no message; the system may have run out of memory"
-        raise UsageError(f"{shape.name}: its process ended with exit code {done.returncode}: {end}")
-    return json.loads(found[-1].removeprefix(RESULT_MARK))
-
-
-def check_agreement(name: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Raises UsageError unless all rows have the same losses and gradient norm, up to rounding, and finite ones."""
-    for key in ("losses", "gradient_norms"):
-        first, *others = [row[key] for row in rows]
-        close = all(math.isclose(a, b, rel_tol=TOLERANCE) for row in others for a, b in zip(first, row, strict=True))
-        if not close or not all(math.isfinite(value) for row in rows for value in row[key]):
-            found = "; ".join(f"chunks of {row['shape']['chunk']}: {row[key]}" for row in rows)
-            raise UsageError(
-                f"{name}: {key} differ between the ways or are not finite, so nothing is reported ({found})"
-            )
-
-
-def measure(shape: Shape, device_name: str = "auto") -> dict[str, Any]:
-    """Build the head and take steps; returns a row: the shape, seconds, memory in bytes, losses (nats)."""
+def measure(shape: Shape) -> dict[str, Any]:
+    """Build the head and take steps; return the shape, seconds, memory in bytes, losses (nats)."""
     import torch
 
     from vllm_mtpc.train.trainer import peak_memory_bytes
 
-    name = ("cuda" if torch.cuda.is_available() else "cpu") if device_name == "auto" else device_name
-    device = torch.device(name)
-    Job(
-        replace(shape, vocab_size=7, hidden_size=8, components=min(2, shape.components), windows=4, chunk=2), device
-    ).step()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    small = {"vocab_size": 7, "hidden_size": 8, "components": min(2, shape.components), "windows": 4, "chunk": 2}
+    Job(replace(shape, **small), device).step()
     base = peak_memory_bytes(device)  # torch loads more of itself in a first backward pass and optimiser step
     job = Job(shape, device)
-    seconds, losses, norms = [], [], []
+    seconds, losses = [], []
     for _ in range(1 + shape.steps):
         started = time.perf_counter()
-        loss, norm = job.step()
-        losses.append(loss)  # read from the device, which waits for it
-        norms.append(norm)
+        losses.append(job.step())  # read from the device, which waits for it
         seconds.append(time.perf_counter() - started)
     median = statistics.median(seconds[1:])
     return {
@@ -180,12 +137,10 @@ def measure(shape: Shape, device_name: str = "auto") -> dict[str, Any]:
         "parameters": job.parameters,
         "seconds": [round(value, 4) for value in seconds[1:]],
         "window_tokens_per_second": round(shape.windows * shape.window / median, 1),
-        "text_tokens_per_second": round(shape.windows / median, 1),
         "base_bytes": base,
         "peak_bytes": peak_memory_bytes(device),
         "expected_bytes": base + expected_bytes(shape, job.parameters, job.frozen),
         "losses": losses,
-        "gradient_norms": norms,
     }
 
 
@@ -241,8 +196,8 @@ class Job:
             states = self.hidden[piece, None].expand(-1, self.shape.window, -1)
             return self._logits(states).log_softmax(-1)
 
-    def step(self) -> tuple[float, float]:
-        """One optimiser step; its loss and the norm of its gradient."""
+    def step(self) -> float:
+        """Take one optimiser step and return its loss."""
         import torch
 
         from vllm_mtpc.train.losses import step_loss
@@ -251,31 +206,10 @@ class Job:
         counts = torch.full((self.shape.window,), self.shape.windows, device=self.tokens.device)
         loss = step_loss(self.head, self.hidden.__getitem__, self.tokens, counts, self._log_p, self.options)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.head.parameters(), MAX_NORM)
+        torch.nn.utils.clip_grad_norm_(self.head.parameters(), MAX_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.item(), norm.item()
-
-
-def _print(result: dict[str, Any]) -> None:
-    hardware, rows = result["hardware"], result["rows"]
-    header = ["shape", "head", "V", "D", "n", "r", "parameters", "windows", "chunk", "window tok/s", "text tok/s"]
-    lines = []
-    for row in rows:
-        shape = Shape(**row["shape"])
-        sizes = (shape.vocab_size, shape.hidden_size, shape.window, shape.components)
-        lines.append(
-            [
-                *(shape.name, shape.head, *map(str, sizes), f"{row['parameters'] / 1e6:.1f}M"),
-                *(str(shape.windows), str(shape.chunk)),
-                *(f"{row[f'{what}_tokens_per_second']:,.0f}" for what in ("window", "text")),
-                *(f"{row[key] / 2**30:.2f}" for key in ("peak_bytes", "expected_bytes")),
-            ]
-        )
-    machine = ", ".join(hardware["gpus"]) or hardware["cpu"]
-    title = f"{machine}, {rows[0]['threads']} CPU threads"
-    print_table(title, [*header, "peak GiB", "expected GiB"], lines)
-    print("\n".join(["", *result["definitions"]]))
+        return loss.item()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ drafter() { # NAME DATA [ARGUMENT ...]
         --out "$out/$1-head" --regenerate 600 --circuit btree "${@:3}"
 }
 serve() { # NAME DATA
-    local fixed='"num_speculative_tokens_per_batch_size": "off", "min_acceptance": 0'
+    local fixed='"num_speculative_tokens_per_batch_size": "off"'
     "$python" -m vllm_mtpc bench serve --heads "$out/$1-head" --peers --data "$2" --concurrency 1 4 16 --prompts 8 \
         --max-tokens 96 --rounds "${ROUNDS:-5}" --json "benchmarks/results/other-$1-cpu.json" \
         --variant 'K=0={"num_speculative_tokens_per_batch_size": [[1, 1024, 0]]}' \

@@ -52,4 +52,4 @@ done
 
 # Heads as users get them (drafts by batch size, unlikely ones left out), then with every draft verified
 exec "$python" -m vllm_mtpc bench serve --heads "$out/ff" "$out/btree" --peers "${bench[@]}" \
-    --variant 'every draft={"num_speculative_tokens_per_batch_size": "off", "min_acceptance": 0}' --json "$out/serve.json"
+    --variant 'every draft={"num_speculative_tokens_per_batch_size": "off"}' --json "$out/serve.json"

@@ -1,14 +1,19 @@
-"""Parts of a stage of the GPU programme, and their environment."""
+"""Parts of a stage of the GPU programme: their environment, and the command lines that several stages share."""
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from vllm_mtpc.engine import provenance
+
+MTPC = [sys.executable, "-m", "vllm_mtpc"]
+ALL_DRAFTS = {"num_speculative_tokens_per_batch_size": "off"}
 
 
 @dataclass(frozen=True)
@@ -42,3 +47,60 @@ class Programme:
 
     def size(self, full: Any, toy: Any) -> Any:
         return toy if self.is_toy else full
+
+
+def words(*given: Any, **options: Any) -> list[str]:
+    """Words of a command line; options by name, lists as several words, None left out."""
+    found = [str(word) for word in given]
+    for name, value in options.items():
+        if value is not None:
+            found += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, list | tuple) else [value])]
+    return found
+
+
+def bench_serve(
+    programme: Programme,
+    name: str,
+    seconds: float,
+    needs: Sequence[Path] = (),
+    environment: dict[str, str] | None = None,
+    engine: dict[str, Any] | None = None,
+    peers: Sequence[str] = (),
+    **options: Any,
+) -> Part:
+    """`vllm-mtpc bench serve`, on the model runner that vLLM chooses."""
+    out = programme.cache / "serve" / f"{name}.json"
+    common = {"engine": json.dumps({**(engine or {}), **programme.engine}), "rounds": 1, "json": out}
+    common["logs"] = out.with_suffix("")
+    command = words(*MTPC, "bench", "serve", peers=list(peers), **{**common, **options})
+    return Part(name, seconds, command, out, needs, environment or {})
+
+
+def windowed(programme: Programme, name: str, seconds: float, cache_gib: int = 2, **options: Any) -> Part:
+    """The same options by `benchmarks.gpu.window`: all engines at once, each with so much KV cache."""
+    size = {"kv_cache_memory_bytes": programme.size(cache_gib << 30, 256 << 20), "gpu_memory_utilization": 0.05}
+    given = {**options, "engine": {**size, **options.get("engine", {})}}
+    part = bench_serve(programme, name, seconds, **given)
+    until = programme.size(seconds - 20, None)  # the last pass and the ends of engines take the rest
+    program = words(sys.executable, "-m", "benchmarks.gpu.window", until=until)
+    return replace(part, command=[*program, *part.command[part.command.index("serve") :]])
+
+
+def trained(programme: Programme, name: str, folder: Path, seconds: float, **options: Any) -> Part:
+    """`vllm-mtpc train` on the target's own text; one that was stopped goes on."""
+    data = {name: programme.cache / "data" / f"{name}.jsonl" for name in ("sampled", "greedy", "heldout")}
+    given = {
+        "target": programme.cache / "target",
+        "data": [data["sampled"], data["greedy"]],
+        "validation_data": data["heldout"],
+        "out": folder,
+        "save_minutes": 2,
+        **programme.size(
+            {"seq_len": 160, "evaluation_sequences": 256, "evaluation_tokens": 96, "target_dtype": "bfloat16"},
+            {"seq_len": 40, "evaluation_sequences": 2, "evaluation_tokens": 8},
+        ),
+    }
+    resume = ["--resume"] if any((folder / "state").glob("step-*")) else []
+    command = words(*MTPC, "train", *resume, **given, **options)
+    weights = folder / ("adapter_model.safetensors" if options.get("head") == "ptp" else "model.safetensors")
+    return Part(name, seconds, command, folder / "provenance.json", list(data.values()), makes=weights)

@@ -10,10 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.commands import ALL_DRAFTS, IEEE, MTPC, bench_serve, trained, windowed, words
-from benchmarks.gpu.drafters import TOY, drafters_in
-from benchmarks.gpu.parts import Part, Programme
-from benchmarks.gpu.train_stage import train
+from benchmarks.gpu.parts import ALL_DRAFTS, MTPC, Part, Programme, bench_serve, trained, windowed, words
 from vllm_mtpc import demo
 
 # the first failure ends it, with the reason: time on a GPU is short
@@ -24,6 +21,7 @@ KERNELS = [*(f"tests/kernels/test_{name}.py" for name in ("small_kernels", "filt
            "tests/heads/test_draft_params.py"]  # fmt: skip
 CLIENTS = [1, 2, 4, 8, 16, 32, 64, 256]
 EVERY_DRAFT = "every draft=" + json.dumps(ALL_DRAFTS)
+IEEE = {"TRITON_F32_DEFAULT": "ieee"}  # as in tests/support/forks.py
 INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
 NOT_COMPILED = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}}
 
@@ -129,12 +127,14 @@ def kernels(programme: Programme) -> list[Part]:
     for shape, sizes in programme.size(SHAPES, TOY_SHAPES).items():
         curves = {n: folder / f"steps-{shape}-n{n}.json" for n, _ in sizes["heads"]}
         for n, out in curves.items():
-            steps = {"shape": shape, "windows": n, "batch": batch, "engine": json.dumps(programme.engine)}
+            steps = {"shape": shape, "window": n, "batch": batch, "engine": json.dumps(programme.engine)}
             command = words(sys.executable, "-m", "benchmarks.gpu.steps", **steps, json=out)
             parts.append(Part(out.stem, 150, command, out))
         for n, r in sizes["heads"]:
             name = f"draft-{shape}-n{n}-r{r}"
-            given = {"shape": f"D={sizes['D']},V={sizes['V']},n={n},r={r}", "curves": curves[n]}
+            shapes = [f"D={sizes['D']},V={sizes['V']},n={n},r={r}"]
+            shapes += [f"{shapes[0]},c=16"] if (shape, r) == ("llama-8b", 8) else []  # `component_rank`
+            given = {"shape": shapes, "curves": curves[n]}
             given["circuits"] = ["ff"] if r == 1 else ["cp", "hmm", "btree"]
             out = folder / f"{name}.json"
             command = words(sys.executable, "-m", "benchmarks.draft", **given, batch=batch, repeats=repeats, json=out)
@@ -236,30 +236,6 @@ def paper(programme: Programme) -> list[Part]:
             parts.append(
                 bench_serve(programme, f"table-{folder.name}", 200, [folder / "config.json"], heads=folder, **how)
             )
-    return parts
-
-
-# tokens
-
-TOKEN_RANKS = (0, 32)
-
-
-def tokens(programme: Programme) -> list[Part]:
-    """What leaves that look at the token before are worth on that target, and their speed with one client."""
-    sizes = programme.size(
-        {"learning_rate": 0.002, "windows_per_step": 1024, "max_steps": 1500, "window": 8},
-        {"windows_per_step": 16, "max_steps": 2, "window": 4},
-    )
-    kinds = programme.size([("ff", 1), ("cp", 8), ("hmm", 8), ("btree", 8), ("hmm", 32)], [("hmm", 2)])
-    how = {"concurrency": 1, "prompts": programme.size(16, 2), "variant": EVERY_DRAFT, **own_text(programme)}
-    parts = []
-    for circuit, r in kinds:
-        folders = [programme.cache / "heads" / f"{circuit}-r{r}-tokens{rank}" for rank in TOKEN_RANKS]
-        for rank, folder in zip(TOKEN_RANKS, folders, strict=True):
-            options = {"circuit": circuit, "components": r, "token_rank": rank, **sizes}
-            parts.append(trained(programme, f"train-{folder.name}", folder, 150, **options))
-        needs = [folder / "config.json" for folder in folders]
-        parts.append(bench_serve(programme, f"table-{circuit}-r{r}", 360, needs, heads=folders, **how))
     return parts
 
 
@@ -370,83 +346,61 @@ def ptp(programme: Programme) -> list[Part]:
     ]
 
 
-# components
-
-LARGE = {"llama-8b": (4096, 128256), "qwen3-8b": (4096, 151936)}  # D, V
-LOW_RANK = {"component_rank": 16}
-SUBWORD = {  # heads on the subword target, by cost
-    "ff": {"circuit": "ff", "components": 1},
-    "shared": {"circuit": "btree", "components": 8},
-    "low-rank": {"circuit": "btree", "components": 8, **LOW_RANK},
-    "tokens": {"circuit": "btree", "components": 8, **LOW_RANK, "token_rank": 32},
-}
-
-
-def components(programme: Programme) -> list[Part]:
-    """Heads of large vocabularies, with a row of the lm_head for each component or `component_rank`.
-
-    Cost of a draft at sizes of real models, then tokens/step and speed on a subword target of 4,096 ids.
-    """
-    folder, parts = programme.cache / "components", []
-    for name, (wide, ids) in programme.size(LARGE, {"64": (64, 512)}).items():
-        sizes, out = f"D={wide},V={ids},n=8,r=8", folder / f"draft-{name}.json"
-        given = {"shape": [sizes, f"{sizes},c=16"]}
-        how = programme.size({"batch": [1, 4, 16, 64], "repeats": 50}, {"batch": 1, "repeats": 2})
-        command = words(sys.executable, "-m", "benchmarks.draft", **given, circuits=["ff", "btree"], **how, json=out)
-        parts.append(Part(f"draft-{name}", 150, command, out))
-    place, kept = folder / "target", programme.size({}, {"steps": 2, "vocab_size": 512, "hidden_size": 64})
-    weights, data = place / "model.safetensors", {name: folder / f"{name}.jsonl" for name in ("sampled", "heldout")}
-    python, engine = sys.executable, json.dumps(programme.engine)
-    make = words(python, "-m", "benchmarks.demo.subword_target", out=place, **kept)
-    parts.append(Part("target", 400, make, place / "provenance.json", makes=weights))
-    source = folder / "valid.jsonl"
-    parts.append(Part("text", 120, words(python, "-m", "benchmarks.demo.corpus", out=folder), makes=source))
-    limits = programme.size({"sampled": (6144, 96), "heldout": (192, 6)}, {"sampled": (8, 24), "heldout": (4, 6)})
-    for name, (count, tokens) in limits.items():
-        given = {"target": place, "data": folder / ("train.jsonl" if name == "sampled" else "valid.jsonl")}
-        given |= {"out": data[name], "crops": 4, "limit": count, "max_tokens": tokens, "engine": engine}
-        command = words(*MTPC, "regenerate", "--ignore-eos", **given)
-        parts.append(Part(name, 100, command, needs=[weights, source], makes=data[name]))
-    common = {"target": place, "data": data["sampled"], "validation_data": data["heldout"], "head": "shared"}
-    common |= programme.size(
-        {"window": 8, "windows_per_step": 512, "max_steps": 1500, "learning_rate": 0.003, "seq_len": 128},
-        {"window": 4, "windows_per_step": 8, "max_steps": 2, "seq_len": 40, "evaluation_sequences": 2},
-    )
-    heads = {name: folder / "heads" / name for name in programme.size(SUBWORD, ["ff", "tokens"])}
-    for name, out in heads.items():
-        command = words(*MTPC, "train", **common, out=out, **SUBWORD[name])
-        made = {"needs": list(data.values()), "makes": out / "model.safetensors"}
-        parts.append(Part(f"train-{name}", 240, command, out / "provenance.json", **made))
-    how = programme.size({"concurrency": [1, 4, 16, 64], "prompts": 8}, {"concurrency": 1, "prompts": 1})
-    how |= {"data": source, "max_tokens": programme.size(128, 8), "prompt_tokens": programme.size(None, 16)}
-    for name, head in heads.items():
-        needs = [head / "model.safetensors"]
-        parts.append(bench_serve(programme, f"serve-{name}", 300, needs, heads=head, variant=EVERY_DRAFT, **how))
-    return parts
-
-
 # drafters
 
 
 def drafters(programme: Programme) -> list[Part]:
-    """Public DFlash, DSpark and EAGLE-3 drafters, where a folder has some (MTPC_GPU_MODELS): heads that vLLM's drafter
-    hosts, served next to plain vLLM.
+    """Public DFlash, DSpark and EAGLE-3 drafters, where a folder has some (MTPC_GPU_MODELS: NAME/drafter, NAME/target):
+    heads that vLLM's drafter hosts, served next to plain vLLM.
     """
     models = Path(os.environ.get("MTPC_GPU_MODELS") or programme.cache / "models")
-    toy = programme.size(None, programme.cache / "target")
-    parts = [Part("look", 30, words(sys.executable, "-m", "benchmarks.gpu.drafters", models=models, toy=toy))]
-    found = {} if toy else drafters_in(models)
-    for name, place in (found or programme.size({}, {TOY: models / TOY})).items():
-        target, head = place / "target", programme.cache / "drafters" / name
+    parts = []
+    for config in sorted(models.glob("*/drafter/config.json")):
+        drafter, name = config.parent, config.parent.parent.name
+        target, head = drafter.with_name("target"), programme.cache / "drafters" / name
         prompts, weights = programme.cache / "data" / "train.jsonl", head / "model.safetensors"
-        command = words(*MTPC, "convert", place / "drafter", target=target, out=head)
-        parts.append(Part(f"convert-{name}", 60, command, makes=weights))
-        how = programme.size({"concurrency": [1, 4, 16, 64], "prompts": 8}, {"concurrency": 1, "prompts": 1})
-        how |= {"data": prompts, **programme.size({"max_tokens": 128, "dtype": "bfloat16"}, {"max_tokens": 8})}
-        how |= programme.size({}, {"prompt_tokens": 16})
+        command = words(*MTPC, "convert", drafter, target=target, out=head)
+        parts.append(Part(f"convert-{name}", 60, command, needs=[target / "config.json"], makes=weights))
+        how = {"concurrency": [1, 4, 16, 64], "prompts": 8, "data": prompts, "max_tokens": 128, "dtype": "bfloat16"}
         served = {"heads": head, "variant": EVERY_DRAFT, "target": target, **how}
         parts.append(bench_serve(programme, f"drafter-{name}", 440, [weights, prompts], **served))
     return parts
+
+
+# train
+
+
+def train(programme: Programme) -> list[Part]:
+    """A rehearsal of training at a published size: random weights of Qwen3-0.6B's shape, states from vLLM.
+
+    The toy has two small layers and the real vocabulary.
+    """
+    folder, tool = programme.cache / "train", [sys.executable, "-m", "benchmarks.gpu.rehearsal"]
+    target, head = folder / "target", folder / "head"
+    dtype, is_toy = programme.size(("bfloat16", []), ("float32", ["--toy"]))
+    texts = programme.size({"texts": 8192, "length": 1024}, {"texts": 32, "length": 40})
+    common = {"target": target, "engine": json.dumps({"max_model_len": 2048, **programme.engine})}
+    rows = programme.size({"rows": 512, "rounds": 3}, {"rows": 8, "rounds": 1})
+    greedy = {"target": target, "data": target / "texts.jsonl", "dtype": "float32", "temperature": 0, "prompts": 8}
+    greedy |= programme.size({"concurrency": 8, "max_tokens": 32}, {"concurrency": 1, "max_tokens": 8})
+    drafting = {"method": "mtpc", "model": str(head), "num_speculative_tokens": programme.size(7, 3), **ALL_DRAFTS}
+    greedy |= {"peer": f"head={json.dumps(drafting)}", "environment": IEEE}
+    options = {"states": "vllm", "head": "shared", "component_rank": 16, "token_rank": 32, "target_dtype": dtype}
+    options |= programme.size(
+        {"window": 8, "components": 8, "minutes": 4, "seq_len": 1024, "precision": "bf16", "evaluation_sequences": 8},
+        {"window": 4, "components": 2, "max_steps": 2, "seq_len": 40, "windows_per_step": 8, "evaluation_sequences": 2},
+    )
+    options |= {"data": target / "texts.jsonl", "evaluation_tokens": programme.size(32, 8), "out": head}
+    weights, head_weights, states = target / "model.safetensors", head / "model.safetensors", folder / "states.json"
+    resume = ["--resume"] if any((head / "state").glob("step-*")) else []
+    compare_states = words(*tool, "states", dtype=dtype, **rows, **common, json=states)
+    are_equal = r"\b[1-9]\d* rows of states are equal"
+    return [
+        Part("target", 120, words(*tool, "target", *is_toy, out=target, **texts), makes=weights),
+        Part("states", 240, compare_states, states, [weights], proof=are_equal),
+        Part("train", 460, words(*MTPC, "train", *resume, **common, **options), head / "provenance.json", [weights]),
+        windowed(programme, "greedy", 240, needs=[head_weights], **greedy),
+    ]
 
 
 STAGES: dict[str, Callable[[Programme], list[Part]]] = {
@@ -456,11 +410,9 @@ STAGES: dict[str, Callable[[Programme], list[Part]]] = {
     "target": target,
     "heads": heads,
     "paper": paper,
-    "tokens": tokens,
     "serve": serve,
     "shapes": shapes,
     "ptp": ptp,
-    "components": components,
     "drafters": drafters,
     "train": train,
 }

@@ -40,10 +40,10 @@ class Window:
 
     def __init__(self, args: argparse.Namespace, on_gpu: bool) -> None:
         self.begun, self.args, self.about = time.monotonic(), args, provenance.collect()
-        every, cells = serve_command.find_decodings(args, on_gpu), serve_command.make_cells(args)
+        every, loads = serve_command.find_decodings(args, on_gpu), serve_command.make_loads(args)
         self.plain, self.decodings = every[0], [one for one in every if not one.fault]
-        self.found = Comparison(cells, missing=[one for one in every if one.fault])
-        count = max(cell.prompts for cell in cells)
+        self.found = Comparison(loads, missing=[one for one in every if one.fault])
+        count = max(load.prompts for load in loads)
         texts = prompts.load(args.data, args.target, count, args.prompt_tokens, args.max_prompt_tokens)
         self.texts = list(itertools.islice(itertools.cycle(texts), count))
         length = -(-(max(map(len, texts)) + args.max_tokens + serve_command.ROOM) // 64) * 64
@@ -77,7 +77,7 @@ class Window:
     def faults(self) -> list[str]:
         """Return why the comparison has failed: engines, greedy answers in float32, or nothing to compare."""
         lost = {one.name for one in self.found.missing if one.is_required}
-        drafted = {one.decoding.name for one in self.found.passes if one.measured.acceptance.drafts}
+        drafted = {one.decoding.name for one in self.found.passes if one.result.acceptance.drafts}
         lost |= {one.name for one in self.decodings if one.is_required} - drafted
         found = [f"{name} did not run, or drafted nothing" for name in sorted(lost)]
         pairs = self.identical.items() if self.args.dtype == "float32" else ()
@@ -88,33 +88,32 @@ class Window:
         drafts = {} if decoding.is_plain else {"speculative_config": decoding.speculative}
         threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // len(self.decodings)))}
         variables, words = {**engine_environment(), API_KEY: "", **threads}, serve_arguments({**self.engine, **drafts})
-        output, cell = self._log(decoding).open("w", encoding="utf-8"), self.found.cells[0]  # as long as the server
-        server = VllmServer(words, variables, PROGRAM, output, free_port())
+        load, server = self.found.loads[0], VllmServer(words, variables, PROGRAM, self._log(decoding), free_port())
         try:
             server.start(0.75 * self.args.until)  # a slow start leaves time to measure the others
             self._print(f"READY {decoding.name}")
             self.servers[decoding] = server
-            self.found.greedy[decoding] = complete_greedy(server.client, self.texts[: cell.prompts], cell.max_tokens)
+            self.found.greedy[decoding] = complete_greedy(server, self.texts[: load.prompts], load.max_tokens)
         except EngineFailed as error:
             self._lose(decoding, error)
 
     def _measure(self) -> None:
         baseline = 0.0
         self.write()
-        for cell, decoding in itertools.product(self.found.cells, self.decodings):
+        for load, decoding in itertools.product(self.found.loads, self.decodings):
             if self.plain not in self.servers or time.monotonic() - self.begun > self.args.until:
-                return self._print(f"not measured: {cell.name} {decoding.name}, and what follows")
+                return self._print(f"not measured: {load.name} {decoding.name}, and what follows")
             if decoding not in self.servers:
                 continue
             try:
-                one = measure(self.servers[decoding].client, cell, self.texts[: cell.prompts])
+                one = measure(self.servers[decoding], load, self.texts[: load.prompts])
             except EngineFailed as error:
                 self._lose(decoding, error)
                 continue
             baseline = one.tokens_per_second if decoding is self.plain else baseline
-            self.found.passes.append(Pass(decoding, cell, 0, one, baseline))
+            self.found.passes.append(Pass(decoding, load, 0, one, baseline))
             speed = f"{one.tokens_per_second:.0f} tok/s, {self.found.passes[-1].speedup:.2f}x"
-            self._print(f"{cell.name} {decoding.name}: {speed}, {one.acceptance.tokens_per_step:.2f} tokens/step")
+            self._print(f"{load.name} {decoding.name}: {speed}, {one.acceptance.tokens_per_step:.2f} tokens/step")
             self.write()
 
     def _lose(self, decoding: Decoding, error: EngineFailed) -> None:

@@ -175,15 +175,6 @@ def tasks(rows: Sequence[Row], row: Key) -> Iterator[Claim]:
         yield Claim(f"{more} accepts more than {less} in every task", [a - b for a, b in both])
 
 
-def drafters(rows: Sequence[Row], row: Key) -> Iterator[Claim]:
-    sizes = dict.fromkeys(one["parameters"] for one in rows)
-    for size in sizes:
-        ptp, other = (row(parameters=size, kind=kind) for kind in ("o-ptp", "autoregressive"))
-        gains = [Difference(one["speedup"], one["speedup_error"]) for one in (ptp, other)]
-        yield Claim(f"PTP drafts are faster than autoregressive ones, {size:,} parameters", [gains[0] - gains[1]])
-    yield Claim("Larger PTP drafters accept more", rising([row(parameters=size, kind="o-ptp") for size in sizes]))
-
-
 def losses(rows: Sequence[Row], row: Key) -> Iterator[Claim]:
     yield Claim("Every loss and text accepts more than independent rows", above(rows[:-1], row(variant="independent")))
     of_teacher = {one["loss"]: one for one in rows[:-1] if one["text"] == "teacher"}
@@ -266,7 +257,6 @@ CLAIMS: dict[str, Callable[[Sequence[Row], Key], Iterator[Claim]]] = {
     "ptp-table-1": from_data,
     "ptp-table-2": against_independent,
     "ptp-table-3": tasks,
-    "ptp-figure-4": drafters,
     "ptp-table-4": losses,
     "ptp-table-5": embeddings,
     "ptp-table-6": betas,

@@ -32,11 +32,11 @@ class Table:
 
     title: str
     columns: Mapping[str, str]  # key of a row -> header
-    measure: Callable[[bool], Sequence[Row]] | None  # quick -> rows; quick: a few steps, to try the path
+    measure: Callable[[bool], Sequence[Row]] | None  # quick -> rows, of a few steps; None: not run, or not any more
     differs: str  # differences in size to the paper, or the reason for not running it
     remark: str  # what limits the comparison; what the rows say of the paper's claims is computed (`findings.py`)
     draw: Callable[[Sequence[Row], Path], None] | None = None  # rows, file -> a figure
-    view: Callable[[], Sequence[Row]] | None = None  # rows of `students.py`; with neither, the table is not run
+    view: Callable[[], Sequence[Row]] | None = None  # rows of `students.py`
 
 
 def listed(rows: Callable[[bool], Iterable[Row]]) -> Callable[[bool], list[Row]]:
@@ -67,7 +67,7 @@ def run(name: str, table: Table, quick: bool, out: Path | None) -> Path:
     file = result(name) if out is None else out / result(name).name
     check_file(file)
     if table.measure is None:
-        how = "is made by python -m benchmarks.paper.students" if table.view else "is not run"
+        how = "is made by python -m benchmarks.paper.students" if table.view else "is not run (any more)"
         raise UsageError(f"{name} {how}: see benchmarks/PAPERS.md; name another table")
     rows = [dict(row) for row in table.measure(quick)]
     write_json(file, {"title": table.title, **provenance.collect(), "rows": rows})
@@ -94,8 +94,11 @@ def section(name: str, table: Table) -> str:
         source = f"`{result(name).name}`, by `benchmarks/paper/run.sh {name}`"
         if table.view:
             source = "`paper-ptp-students.json`, by `python -m benchmarks.paper.students`"
+        elif not table.measure:
+            commit = json.loads(result(name).read_text(encoding="utf-8"))["commit"]
+            source += f" of commit `{commit[:9]}`"
         parts += [f"{table.differs} {source}.", markdown(list(table.columns.values()), lines)]
-        if table.draw is not None:
+        if figure(name).is_file():
             parts.append(f"![{table.title}](../docs/figures/{figure(name).name})")
     else:
         parts.append(f"Not run. {table.differs}")

@@ -1,8 +1,9 @@
-"""Tables and figures of the MtPC paper, on the demo target: heads trained with the paper's loss, served by vLLM.
+"""Tables and figures of the MtPC paper, on the demo target: heads trained with the paper's loss.
 
-As the paper counts (Appendix F): one request at a time, temperature 1, answers that do not end by themselves, all
-drafts of a window in every step. *Expected*: tokens/step by the evaluator at the end of training, the target's own
-token included; the paper's mean accepted counts drafts alone, and its window has one draft more.
+Tables 1 and 2 were served by vLLM as the paper counts (Appendix F): one request at a time, temperature 1, answers that
+do not end by themselves, all drafts of a window in every step. On a GPU: `benchmarks/gpu/run.sh paper`. *Expected*:
+tokens/step by the evaluator at the end of training, the target's own token included; the paper's mean accepted counts
+drafts alone, and its window has one draft more.
 """
 
 from __future__ import annotations
@@ -10,29 +11,23 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any
 
-from benchmarks.offline import Measured, Setting, launched
-from benchmarks.paper import heads
+from benchmarks import sweep
 from benchmarks.paper.frame import Row, Table, listed
-from benchmarks.paper.mtpc_figures import draw_frontier
 from benchmarks.paper.mtpc_students import HMMS
 from vllm_mtpc import cli, demo
-from vllm_mtpc.bench.decodings import Decoding, engine_arguments, find_heads
-from vllm_mtpc.data import prompts
-from vllm_mtpc.train.options import TrainOptions
+from vllm_mtpc.engine import provenance
+from vllm_mtpc.errors import UsageError
+from vllm_mtpc.train.options import TrainOptions, parse
+from vllm_mtpc.train.run import train, with_defaults
 
+TEXT, FOLDER = provenance.ROOT / "build" / "demo", provenance.ROOT / "build" / "paper"
+TRIAL = {"max_steps": 3, "evaluation_sequences": 8}
 STEPS, CONTINUED, WINDOWS = 250, 100, 128
 LOSS = {"beta": 0.0, "acceptance": 0.0, "train_first": True, "gamma": 0.9}  # the paper's: likelihood of all n tokens
-CELL = Setting("T=1, c=1", 1, 1.0, 96, 8)
-ALL_DRAFTS = {"num_speculative_tokens_per_batch_size": "off", "min_acceptance": 0}  # in every step, as the paper's
-ROUNDS = 2
-WIDTHS = (8, 16, 32, 64, 128)
 LAYERS = (0, 1, 2, 4)
 OF_LONG_WINDOWS = [(what, HMMS[what]) for what in ("contextual, inhomogeneous, identity", "uniform start")]
 SIZE = (
@@ -44,12 +39,44 @@ TRAINED = {"bits": "bits/byte", "expected": "expected", "standard_error": "± s.
 SERVED = {"tokens_per_step": "served", "step_ms": "ms per step", "tokens_per_second": "tok/s"}
 
 
-def trained(name: str, quick: bool, kind: type[TrainOptions] = TrainOptions, **given: Any) -> tuple[Path, Any]:
-    """A circuit's head, trained with the paper's loss: its folder and its provenance."""
+@functools.cache
+def trained(
+    name: str, quick: bool, kind: type[TrainOptions] = TrainOptions, **given: Any
+) -> tuple[Path, dict[str, Any]]:
+    """Return the folder and the provenance of a circuit's head, trained with the paper's loss on the target's own text.
+
+    An existing one with the same options is not trained again. kind: options whose job is another one than theirs.
+
+    Raises:
+        UsageError: the text is missing.
+    """
+    sampled, greedy, held_out = (TEXT / f"{file}.jsonl" for file in ("sampled", "greedy", "heldout"))
+    for file in (sampled, greedy, held_out):
+        if not file.is_file():
+            raise UsageError(f"{file} is missing; type: scripts/train_demo.sh --only text")
     # states of the text are computed once for all heads; draft layers read those of an earlier layer, a few rows a step
-    states = {"block_rows": 2} if "init_from" in given else {"cache": str(heads.FOLDER / "hidden")}
-    sizes = {"max_steps": STEPS, "windows_per_step": WINDOWS, "learning_rate": 5e-3, "evaluation_sequences": 128}
-    return heads.trained(name, quick, kind, **{**sizes, **LOSS, **states, **given})
+    states = {"block_rows": 2} if "init_from" in given else {"cache": str(FOLDER / "hidden")}
+    values = {
+        "target": str(demo.path("target")),
+        "data": [str(sampled), str(greedy)],
+        "validation_data": [str(held_out)],
+        "seq_len": 160,
+        "evaluation_sequences": 128,
+        "evaluation_tokens": 96,
+        "max_steps": STEPS,
+        "windows_per_step": WINDOWS,
+        "learning_rate": 5e-3,
+        **LOSS,
+        **states,
+        **given,
+        **(TRIAL if quick else {}),
+        "out": FOLDER / ("quick" if quick else "") / name,
+    }
+    wanted = with_defaults(parse(values, name))
+    if sweep.done(wanted) is None:
+        print(f"--- {name}", flush=True)
+        train(kind.model_validate(wanted.model_dump(exclude_unset=True)))
+    return wanted.out, json.loads((wanted.out / "provenance.json").read_text(encoding="utf-8"))
 
 
 def circuit(quick: bool, name: str, n: int, r: int) -> tuple[Path, Row]:
@@ -63,53 +90,6 @@ def expected(record: Mapping[str, Any]) -> Row:
     found = record["figures"]["t1"]
     bits = found["joint_bits"] / (found.get("bytes_per_token") or 1.0)
     return {"bits": bits, "expected": found["tokens_per_step"], "standard_error": found["standard_error"]}
-
-
-def served(quick: bool, folders: Sequence[tuple[Path, Row]]) -> Iterator[Row]:
-    """The heads next to plain vLLM, whose row comes first, each with its window's speed if all drafts were taken."""
-    names = [str(folder) for folder, _ in folders]
-    found = find_heads(names, {"all": ALL_DRAFTS}, on_gpu=False)
-    running = [Decoding("plain"), *(one for one in found if one.name.endswith(", all"))]
-    cell = replace(CELL, max_tokens=16, prompts=2) if quick else CELL
-    engine = engine_arguments(str(demo.path("target")), "float32", 512, 4, False, {})
-    texts = prompts.held_out(ROUNDS * cell.prompts)
-    passes: list[list[Measured]] = [[] for _ in running]
-    with ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        engines = []
-        for number, one in enumerate(running):
-            drafts = {} if one.is_plain else {"speculative_config": one.speculative}
-            engines.append(stack.enter_context(launched({**engine, **drafts}, texts, logs / f"{number}.log")))
-        for turn in range(1 if quick else ROUNDS):
-            for number in list(range(len(engines)))[:: -1 if turn % 2 else 1]:
-                passes[number].append(engines[number].measure(replace(cell, first=turn * cell.prompts)))
-    plain = {"n": 1, "circuit": "none", "r": 1}
-    for row, mine in zip([plain, *(row for _, row in folders)], passes, strict=True):
-        step_ms = median(one.steps.step_ms for one in mine)
-        yield {
-            **row,
-            "tokens_per_step": fmean(one.tokens_per_step for one in mine),
-            "step_ms": step_ms,
-            "draft_share": median(one.steps.draft_ms for one in mine) / step_ms,
-            "tokens_per_second": median(one.tokens_per_second for one in mine),
-            "speedup": median(m.tokens_per_second / p.tokens_per_second for m, p in zip(mine, passes[0], strict=True)),
-            "unverified": 1000 * row["n"] / step_ms,
-        }
-
-
-@functools.cache
-def components(quick: bool) -> Sequence[Row]:
-    """Table 1."""
-    widths = WIDTHS[:1] if quick else WIDTHS
-    return [*served(quick, [circuit(quick, "ff", 8, 1), *(circuit(quick, "cp", 8, r) for r in widths)])]
-
-
-@functools.cache
-def circuits(quick: bool) -> Sequence[Row]:
-    """Table 2."""
-    r = 4 if quick else 32
-    kinds = [(name, n, 1 if name == "ff" else r) for n in (8, 16) for name in ("ff", "hmm", "cp", "btree")]
-    return [*served(quick, [circuit(quick, *kind) for kind in (kinds[:2] if quick else kinds)])]
 
 
 def layers(quick: bool) -> Iterator[Row]:
@@ -159,7 +139,7 @@ TABLES: dict[str, Table] = {
     "mtpc-table-1": Table(
         "more components",
         {"circuit": "circuit", "r": "r", **TRAINED, **SERVED, "unverified": "tok/s unverified"},
-        components,
+        None,
         SIZE + " Unverified: n tokens in every step.",
         "Served tokens/step, of 16 answers, fall from 64 to 128 components. Heads of 250 steps that draft in every "
         "step are slower than plain vLLM here: a pass of this target is cheap compared with the rest of a step. The "
@@ -176,7 +156,7 @@ TABLES: dict[str, Table] = {
             "draft_share": "drafting",
             "speedup": "speed-up",
         },
-        circuits,
+        None,
         SIZE + " Drafting: its share of a step.",
         "Served, of 16 answers, BTree has fewer tokens/step than CP at n = 8, and HMM at n = 16. On two cores sixteen "
         "rows cost more than they bring. The remark on speed above applies here.",
@@ -193,11 +173,10 @@ TABLES: dict[str, Table] = {
     "mtpc-figure-1": Table(
         "tokens/step against the time of a step",
         {"n": "n", "circuit": "circuit", "r": "r", **SERVED},
-        lambda quick: [*components(quick), *circuits(quick)[1:]],
+        None,
         "Rows of tables 1 and 2, measured one after the other: heads of both are shown twice, and plain vLLM is that "
         "of table 1. Lines: equal tok/s.",
         "Unlike in the paper, plain vLLM has the most tok/s: a pass of this target is cheap compared with drafts.",
-        draw_frontier,
     ),
     "mtpc-appendix-e": Table(
         "how an HMM is parameterised, and how it starts",

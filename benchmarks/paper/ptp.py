@@ -8,22 +8,18 @@ one.
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-from benchmarks.paper import heads, separate, spec_bench, students, toy
+from benchmarks.paper import spec_bench, students
 from benchmarks.paper.frame import Row, Table, listed
 from benchmarks.paper.ptp_figures import draw_pairs
-from benchmarks.paper.students import COIN, FROM_DATA, JOBS, LONG
+from benchmarks.paper.students import COIN, FROM_DATA, LONG
 from vllm_mtpc import demo
 from vllm_mtpc.heads.ptp.embedding import EMBEDDINGS
-from vllm_mtpc.heads.ptp.student import Student
-from vllm_mtpc.train.ptp.ptp_trainer import PtpTrainer
 
-WINDOW, STEPS, OF_BYTES = 8, 300, 300  # of the ingredients
 SHORTER = (2, 4, 8)  # windows of table 1
 SIZE = (
     f"Language `taxi`, a teacher of 2 layers and 64 dimensions, windows of {students.WINDOW}, {students.STEPS:,} steps "
@@ -33,7 +29,7 @@ SIZE = (
     "100, 150,000 steps of 32, all weights."
 )
 OF_INGREDIENTS = (
-    f"Language `taxi`, a teacher of 2 layers and 64 dimensions, windows of {WINDOW}, {STEPS} steps of 64 windows, "
+    "Language `taxi`, a teacher of 2 layers and 64 dimensions, windows of 8, 300 steps of 64 windows, "
     "400 texts, LoRA rank 32, threshold embedding of 128, one seed."
 )
 CELL = {"right": "right in a row", "tokens_per_step": "tokens/step", "standard_error": "± s.e."}
@@ -116,7 +112,7 @@ def losses() -> Iterator[Row]:
 
 def embeddings() -> Iterator[Row]:
     """Table 5."""
-    for name in EMBEDDINGS[:7]:
+    for name in EMBEDDINGS:
         changes = {} if name == "threshold" else {"u_embedding": name}
         for variant in ("o-ptp", "c-ptp"):
             yield from ({"embedding": name, **row} for row in averages(variant, **changes))
@@ -154,62 +150,6 @@ def unit_square() -> Iterator[Row]:
         yield rows[0] | students.over_seeds("spurious", {seed: row["spurious"] for seed, row in rows.items()})
 
 
-@functools.cache
-def language(name: str) -> toy.Toy:
-    """The teacher and its text, made once."""
-    return toy.make(name, WINDOW)
-
-
-def cell(
-    quick: bool, name: str = "taxi", variant: str = "o-ptp", steps: int = STEPS, job: str = "lora", **options: Any
-) -> Row:
-    """One student of the ingredients, trained and measured."""
-    made, steps = language(name), 3 if quick else steps
-    if options.get("init_from") == "half window":
-        student = _grown(made, variant, steps)
-    else:
-        student = toy.train(made, WINDOW, steps, JOBS[job], variant=variant, **options)
-    return {"variant": variant, **students.figures(toy.measure(made, student))}
-
-
-def _grown(made: toy.Toy, variant: str, steps: int) -> Student:
-    """The length curriculum: half of the steps with half of the window, the other half with all of it."""
-    short = toy.train(made, WINDOW // 2, steps // 2, variant=variant)
-
-    class Job(PtpTrainer):
-        @staticmethod
-        def student_class(*given: Any) -> Student:
-            begun = Student(*given)
-            begun.load_state_dict(short.state_dict())
-            return begun
-
-    return toy.train(made, WINDOW, steps - steps // 2, Job, variant=variant)
-
-
-def bytes_(quick: bool) -> Iterator[Row]:
-    """The same on the demo target."""
-    common = {
-        "head": "ptp", "window": WINDOW, "u_embedding": "threshold", "u_features": 64, "lora_rank": 32,
-        "lora_alpha": 32, "windows_per_step": 64, "block_rows": 256, "learning_rate": 3e-3, "max_steps": OF_BYTES,
-        "evaluation_sequences": 128,
-    }  # fmt: skip
-    changes = {
-        "as below, nothing changed": {},
-        "independent": {"variant": "independent"},
-        "LoRA rank 8": {"lora_rank": 8, "lora_alpha": 8},
-        "embedding ieee": {"u_embedding": "ieee", "u_features": None},
-        "loss bce": {"ptp_loss": "bce"},
-    }
-    for what, more in list(changes.items())[: 2 if quick else None]:
-        name = "ptp-" + "-".join(what.replace(",", "").split())
-        _, record = heads.trained(name, quick, **{**common, **more})
-        yield {"what": what, "variant": record["head"]["variant"], **of_card(record["figures"]["t1"])}
-    for variant in ("o-ptp", "c-ptp"):
-        found = card(variant)
-        yield {"what": "2,000 steps: the packaged heads", "variant": variant, **of_card(found)}
-    yield {"what": "2,000 steps", "variant": "independent", "tokens_per_step": found["baseline_tokens_per_step"]}
-
-
 def card(variant: str) -> dict[str, Any]:
     """Results of the evaluator for a packaged head at T=1."""
     return json.loads((demo.path(variant) / "provenance.json").read_text(encoding="utf-8"))["figures"]["t1"]
@@ -219,42 +159,6 @@ def of_card(found: dict[str, Any]) -> Row:
     """Cells of CELL and WITH_SHUFFLED."""
     row = {key: found[key] for key in ("tokens_per_step", "standard_error")}
     return {**row, "right": found["anywhere"] - 1, "shuffled": found["shuffled_tokens_per_step"]}
-
-
-def ingredients(quick: bool) -> Iterator[Row]:
-    """The paper's recipe with one change at a time."""
-    yield {"what": "as below, nothing changed", **cell(quick)}
-    yield {"what": "independent: rows carry 0.5 (Uno's mask rows)", **cell(quick, variant="independent")}
-    for rank in (4, 16, 64, 256):
-        yield {"what": f"LoRA rank {rank}", **cell(quick, lora_rank=rank, lora_alpha=rank)}
-    for job, what in (
-        ("first half", "LoRA on the first half of the layers"),
-        ("last half", "LoRA on the last half"),
-        ("own", "all weights of the rows' layers, from the teacher's"),
-        ("scratch", "all weights, from scratch"),
-    ):
-        rate = {"learning_rate": 2e-3} if job in ("own", "scratch") else {}
-        yield {"what": what, **cell(quick, job=job, **rate)}
-    for name in EMBEDDINGS[:7]:
-        if name != "threshold":
-            yield {"what": f"embedding {name}", **cell(quick, u_embedding=name)}
-    for count in (32, 512):
-        yield {"what": f"threshold of {count}", **cell(quick, u_features=count)}
-    for b in (0.3, 0.5, 2.0):
-        yield {"what": f"u at Beta({b:g}, {b:g})", **cell(quick, u_beta=b)}
-    yield {"what": "loss bce", **cell(quick, ptp_loss="bce")}
-    yield {"what": "on its own continuations", **cell(quick, proposals="student")}
-    for loss in ("kl", "reverse-kl", "inverse"):
-        more = {} if loss == "kl" else {"ptp_loss": loss}
-        yield {"what": f"C-PTP, loss {loss}", **cell(quick, variant="c-ptp", **more)}
-    yield {"what": "length curriculum: 4, then 8", **cell(quick, init_from="half window")}
-    for rate in (1e-3, 1e-2):
-        yield {"what": f"learning rate {rate:g}", **cell(quick, learning_rate=rate)}
-    for steps in (100, 1000, 5000, 20_000):
-        yield {"what": f"{steps:,} steps", **cell(quick, steps=steps)}
-        yield {"what": f"{steps:,} steps", **cell(quick, variant="independent", steps=steps)}
-    yield {"what": "a sharper teacher: 0.8 in place of 0.4", **cell(quick, "sharp taxi")}
-    yield {"what": "a sharper teacher", **cell(quick, "sharp taxi", "independent")}
 
 
 WITH_SHUFFLED = {"shuffled": "with other windows' u"}
@@ -308,28 +212,11 @@ TABLES = {
     ),
     "ptp-figure-4": Table(
         "smaller models that draft, autoregressive and PTP (with table 9)",
-        {
-            "parameters": "parameters",
-            "hidden_size": "hidden size",
-            "layers": "layers",
-            "heads": "heads",
-            "kind": "drafter",
-            "with_all": f"tokens/step, {separate.WINDOW} drafts",
-            "drafts": "best drafts",
-            "tokens_per_step": "tokens/step",
-            "standard_error": "± s.e.",
-            "draft_ms": "ms per draft",
-            "speedup": "speedup",
-            **SEEDS,
-        },
-        listed(separate.rows),
-        f"Drafters of the demo target, {separate.STEPS:,} steps of {separate.BATCH} of its continuations of Python "
-        "source, from scratch. Speedup: tokens/step times the target's pass over one row, divided by the drafter's "
-        "calls and the target's pass over the drafts, all of transformers on one core. Best drafts: those with the "
-        "highest speedup.",
-        "Not served: a separate student has its own weights, KV cache and prefill next to the target's, and vLLM's "
-        "`draft_model` has random numbers of its own. Draft layers (`--head backbone`) use the target's cache.",
-        separate.draw,
+        {},
+        None,
+        "A separate student has its own weights, KV cache and prefill next to the target's, and vLLM's `draft_model` "
+        "has random numbers of its own. Draft layers (`--head backbone`) use the target's cache.",
+        "",
     ),
     "ptp-table-4": Table(
         "losses and proposals",
@@ -386,15 +273,15 @@ TABLES = {
     "ptp-ingredients-bytes": Table(
         "the recipe on the demo target",
         {"what": "", "variant": "variant", **CELL, **WITH_SHUFFLED},
-        listed(bytes_),
-        f"The demo target of 0.2 (3.7M parameters, bytes), rank 32, windows of {WINDOW}, {OF_BYTES} steps of 64 "
+        None,
+        "The demo target of 0.2 (3.7M parameters, bytes), rank 32, windows of 8, 300 steps of 64 "
         "windows of its own text, u by thresholds of 64. The last three rows are of the heads packaged with 0.2.",
         "[PTP](../docs/ptp.md#measured) has the reason why u brings less here than on toy languages.",
     ),
     "ptp-ingredients": Table(
         "the recipe, one ingredient at a time",
         {"what": "", "variant": "variant", **CELL, **WITH_SHUFFLED},
-        listed(ingredients),
+        None,
         OF_INGREDIENTS + " The paper: 4 layers of 1536, windows of 100, 150,000 steps of 32, all weights.",
         "The row of its own continuations is of an earlier method: rows learned the student's own drafts. Table 4 has "
         "the present one.",

@@ -23,9 +23,8 @@ from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.checkpoint.ptp_head import load_student
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.eval.acceptance import measure
+from vllm_mtpc.eval import acceptance, ptp_acceptance
 from vllm_mtpc.eval.metrics import StepMetrics
-from vllm_mtpc.eval.ptp_acceptance import measure_ptp
 from vllm_mtpc.eval.text import Samples, Sampling, generate, join
 from vllm_mtpc.hf import Target, bind, load_target
 
@@ -114,10 +113,13 @@ def rows(quick: bool) -> Iterator[Row]:
 
 def _accepted(target: Target, heads: dict[str, Any], samples: Samples, sampling: Sampling) -> dict[str, float]:
     """Return tokens/step of each head and its standard error over answers."""
-    found: dict[str, StepMetrics] = {
-        name: measure(heads[name], target, samples, sampling, WINDOW - 1) for name in CIRCUITS
-    }
-    found |= {name: measure_ptp(heads[name], samples, sampling, WINDOW - 1) for name in STUDENTS}
+    found: dict[str, StepMetrics] = {}
+    for name in CIRCUITS:
+        contexts = acceptance.collect(heads[name], target, samples, sampling, WINDOW - 1)
+        found[name] = acceptance.summarise(contexts)
+    for name in STUDENTS:
+        windows = ptp_acceptance.collect(heads[name], samples, sampling, WINDOW - 1)
+        found[name] = ptp_acceptance.summarise(windows)
     values = {name: one.tokens_per_step for name, one in found.items()}
     return values | {f"{name}_error": one.standard_error for name, one in found.items()}
 

@@ -12,7 +12,6 @@ coin     a start, a coin of eight sides that picks a phrase, the phrase's eight 
 
 from __future__ import annotations
 
-import functools
 import math
 import tempfile
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from vllm_mtpc.data.rows import pack
 from vllm_mtpc.data.sources import Documents
-from vllm_mtpc.eval.ptp_acceptance import PtpMetrics, measure_ptp
+from vllm_mtpc.eval.ptp_acceptance import PtpMetrics, collect, summarise
 from vllm_mtpc.eval.text import Samples, Sampling, generate
 from vllm_mtpc.heads.ptp.distribution import edges, u_inside
 from vllm_mtpc.heads.ptp.student import Student
@@ -37,22 +36,22 @@ from vllm_mtpc.hf import Target
 from vllm_mtpc.train.options import parse
 from vllm_mtpc.train.ptp.ptp_trainer import PtpTrainer
 
-DISTRICTS, KEEP = 5, 0.4
+DISTRICTS, KEEP = 5, 0.4  # probability of the likeliest end of a ride
 SIDES, PHRASE = 8, 8
 START, END = SIDES * PHRASE, SIDES * PHRASE + 1
 UNAWARE = PHRASE / (1 / SIDES + 2 * (1 - 1 / SIDES))
 TEXTS = 400  # to train on
 
 
-def taxi(count: int, length: int, seed: int, keep: float = KEEP) -> np.ndarray:
-    """[count, length] symbols below 25; `keep`: probability of the likeliest end of a ride."""
+def taxi(count: int, length: int, seed: int) -> np.ndarray:
+    """[count, length] symbols below 25."""
     rng = np.random.default_rng(seed)
     before, last = rng.integers(DISTRICTS, size=(2, count))
     steps = []
     for _ in range(length):
         usual = (last + 2 * before) % DISTRICTS
         other = (usual + rng.integers(1, DISTRICTS, size=count)) % DISTRICTS
-        before, last = last, np.where(rng.random(count) < keep, usual, other)
+        before, last = last, np.where(rng.random(count) < KEEP, usual, other)
         steps.append(DISTRICTS * before + last)
     return np.stack(steps, 1)
 
@@ -79,7 +78,6 @@ class Language:
 
 LANGUAGES = {
     "taxi": Language(DISTRICTS**2, taxi, 250, 2, 48),
-    "sharp taxi": Language(DISTRICTS**2, functools.partial(taxi, keep=0.8), 250, 2, 48),
     "long taxi": Language(DISTRICTS**2, taxi, 250, 2, 160, taught=128, held_out=40),
     "coin": Language(END + 1, coin, 500, 1, 1 + PHRASE),
 }
@@ -141,7 +139,7 @@ def train(toy: Toy, window: int, steps: int, trainer: type[PtpTrainer] = PtpTrai
 
 def measure(toy: Toy, student: Student, num_drafts: int | None = None) -> PtpMetrics:
     """Metrics on the teacher's held-out text."""
-    return measure_ptp(student, toy.held_out, Sampling(), num_drafts)
+    return summarise(collect(student, toy.held_out, Sampling(), num_drafts))
 
 
 @torch.inference_mode()

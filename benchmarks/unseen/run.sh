@@ -9,7 +9,7 @@ out="${1:-benchmarks/results}"
 serve() { # kind, head, file; the command before it
     "${@:4}" .venv/bin/vllm-mtpc bench serve --heads "vllm_mtpc/demo/assets/$2" --peers --concurrency 1 --rounds 1 \
         --data "benchmarks/unseen/$1.jsonl" --prompts 24 --max-tokens 96 --json "$out/$3.json" \
-        --variant 'every draft={"num_speculative_tokens_per_batch_size": "off", "min_acceptance": 0}'
+        --variant 'every draft={"num_speculative_tokens_per_batch_size": "off"}'
 }
 
 for kind in functions prose json; do
