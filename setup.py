@@ -38,8 +38,7 @@ EXTRAS = {
     # Apart from "train": a requirement marker cannot see whether there is a GPU, and xformers pins a CUDA torch.
     # The trainer uses it where it is installed and PyTorch's own attention otherwise.
     "train-cuda": [*TRAIN, "xformers; sys_platform == 'linux'"],
-    "ray": ["ray[default,serve,data,train]>=2.60", "starlette>=1.0"],
-    "s3": ["s3fs>=2025.3"],  # `vllm-mtpc batch` from and to s3://
+    "ray": ["ray[default,serve,data,train]>=2.60"],  # ray[llm] would replace vLLM
     "test": [
         "pytest>=8",
         "pytest-xdist>=3.6",
@@ -50,11 +49,7 @@ EXTRAS = {
         "openai>=2",
         "msgspec>=0.19",
         "compressed-tensors>=0.12",
-        "aiobotocore>=2.19",  # s3fs's; named so that pip lets moto follow it in the choice of botocore
-        "moto[s3]>=5",  # an S3 server for tests; its own extra "server" brings far more than S3 needs
-        "flask>=3",
-        "flask-cors>=5",
-        "selenium>=4.30",  # drives the browser that opens the page of `vllm-mtpc play`
+        "starlette>=1.0",
         "mypy>=1.15",
         "nbclient>=0.10",  # runs docs/notebook
         "nbformat>=5.10",
@@ -126,7 +121,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["vllm_mtpc", "vllm_mtpc.*"]),  # follows the links
     package_data={
-        "vllm_mtpc": ["py.typed", "play/page.html", "train/card.jinja", "hf/bytes/evabyte.jinja"],
+        "vllm_mtpc": ["py.typed", "train/card.jinja", "bytes/evabyte/evabyte.jinja"],
         "vllm_mtpc.demo": ["assets/**"],
         "vllm_mtpc.kernels": ["**/*.md"],
     },
@@ -135,7 +130,6 @@ setup(
     zip_safe=False,
     install_requires=[
         "aiohttp>=3.10",
-        "fsspec>=2024.6",
         "httpx>=0.27",
         "huggingface-hub>=0.34",
         "numpy>=1.26",
@@ -146,6 +140,7 @@ setup(
         "rich>=13.8",
         "safetensors>=0.6.2",
         "tqdm>=4.66",
+        "typing-extensions>=4.12",
     ],
     extras_require=EXTRAS,
     entry_points={

@@ -15,7 +15,7 @@ import vllm_mtpc
 from vllm_mtpc.checkpoint import read_config, save_head
 from vllm_mtpc.cli import COMMANDS, guard, main
 from vllm_mtpc.config.mtpc_config import HeadConfig
-from vllm_mtpc.errors import SETUP
+from vllm_mtpc.errors import SETUP, EngineFailed
 from vllm_mtpc.families import FAMILIES, Family
 from vllm_mtpc.heads import build_head
 
@@ -49,16 +49,6 @@ def test_version_and_help_are_printed(capsys, argv, printed):
     assert printed in " ".join(capsys.readouterr().out.split())  # long lines are broken
 
 
-@pytest.mark.parametrize(
-    "argv", [["nonsense"], ["eval"], ["eval", "a"], ["eval", "a", "b", "--data", "c"], ["eval", "--nonsense", "a"]]
-)
-def test_unknown_commands_and_options_are_usage_errors(capsys, argv):
-    with pytest.raises(SystemExit) as caught:
-        main(argv)
-    assert caught.value.code == 2
-    assert "usage: vllm-mtpc" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("place", "damaged"), [("nowhere", ""), ("config.json", ""), ("", "config.json")])
 def test_bad_input_is_one_line_and_exit_code_one(folder, capsys, place, damaged):
     if damaged:
@@ -81,6 +71,11 @@ def test_file_system_error_is_one_line(code, capsys):
     assert guard("program", raising(OSError(code, "why", "place"))) == 1
     printed = capsys.readouterr().err
     assert printed.startswith("program: error: place: why; ") and printed.count("\n") == 1
+
+
+def test_failed_engine_prints_its_log_and_is_exit_code_one(capsys):
+    assert guard("program", raising(EngineFailed("ended\nthe last line"))) == 1
+    assert capsys.readouterr().err == "ended\nthe last line\n"
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOENT, "no path"), OSError(errno.EIO, "why", "place"), KeyError()])
@@ -110,7 +105,7 @@ def test_slow_modules_are_not_imported(folder, code, modules):
 
 
 def test_missing_torch_names_a_script_that_installs_everything(folder, root):
-    """`pip install '.[cpu]'` brings a vLLM that does not start; tests/test_packaging.py runs what is named here."""
+    """`pip install '.[cpu]'` brings a vLLM that does not start."""
     code = "import sys; sys.modules['torch'] = None; from vllm_mtpc.cli import main; sys.exit(main(sys.argv[1:]))"
     result = python("-c", code, "eval", str(folder), "--data", __file__)
     assert result.returncode == 1

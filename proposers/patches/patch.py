@@ -1,8 +1,4 @@
-"""Patches of vLLM's attributes, and classes derived from vLLM's; both are checked against the installed vLLM.
-
-A class of ours (`HeadWorker`) derives from the base class of vLLM's (`Worker`). The class that vLLM chooses depends on
-the device and the user (`CPUWorker`): `derived` combines the two when it is known.
-"""
+"""Patches of vLLM's attributes, checked against the installed vLLM."""
 
 from __future__ import annotations
 
@@ -12,12 +8,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
-from typing import Any, TypeVar
+from typing import Any
 
 from vllm_mtpc.proposers.options import versions
 from vllm_mtpc.proposers.options.switches import logger
 
-Head = TypeVar("Head")
 applied: dict[str, Patch] = {}  # by "module:attribute"
 problems: list[str] = []  # patches that could not be applied, for refuse_moved
 
@@ -83,37 +78,8 @@ def _patch_module(patch: Patch) -> None:
     logger.debug("vllm_mtpc replaced %s", patch.key)
 
 
-def refuse_moved(moved: list[str] | None = None) -> None:
-    """Raise ServeConfigError that names changed parts of vLLM; None: the patches that could not be applied."""
-    if moved := problems if moved is None else moved:
-        from vllm_mtpc.errors import ServeConfigError
-
-        found = f"vLLM {versions.vllm_version()} has moved what vllm_mtpc hooks: {'; '.join(moved)}"
-        raise ServeConfigError(f"{found}; tested with vLLM {', '.join(versions.TESTED)}: install one of these")
-
-
-@functools.cache
-def derived(ours: type[Head], theirs: type) -> type[Head]:
-    """Return `theirs` with the methods of `ours` in front; ServeConfigError: it lacks a parameter that they pass on."""
-    moved = []
-    for name, method in vars(ours).items():
-        if not inspect.isfunction(method) or not any(hasattr(base, name) for base in ours.__bases__):
-            continue
-        takes = next((found for one in theirs.__mro__ if (found := _names(vars(one).get(name)))), set())
-        if missing := _names(method) - takes:
-            where = f"{theirs.__module__}:{theirs.__qualname__}.{name}"
-            moved.append(f"{where} (it no longer takes {', '.join(sorted(missing))})")
-    refuse_moved(moved)
-    return type(f"Head{theirs.__name__}", (ours, theirs), {"__module__": ours.__module__})
-
-
-def _names(function: object) -> set[str]:
-    """Return the parameters of a method by name; empty for one that only passes on its arguments."""
-    if not inspect.isfunction(function):
-        return set()
-    parameters = inspect.signature(function).parameters.items()
-    named = {name for name, one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
-    return named if named != {"self"} or len(parameters) == 1 else set()
+# raises ServeConfigError that names the patches that could not be applied
+refuse_moved = functools.partial(versions.refuse_moved, problems)
 
 
 class _AfterImport(MetaPathFinder):

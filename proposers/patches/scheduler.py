@@ -21,8 +21,9 @@ from vllm_mtpc.plan.online_plan import CLASSES, OnlinePlan, request_class
 from vllm_mtpc.proposers.options.request_options import excludes_drafts, max_drafts
 from vllm_mtpc.proposers.options.switches import logger
 from vllm_mtpc.proposers.patches.engine_core import post_step
-from vllm_mtpc.proposers.patches.patch import apply, derived, refuse_moved
+from vllm_mtpc.proposers.patches.patch import apply, refuse_moved
 from vllm_mtpc.proposers.worker.counts import COSTS, DRAFTS, PRUNED, append_counts, class_name, count_by_class
+from vllm_mtpc.proposers.worker.derive import derived, extend_object
 from vllm_mtpc.proposers.worker.grammar_masks import HeadStructuredOutputManager
 
 SENT_STEPS = 16  # steps without drafts whose counts the front end receives together
@@ -77,7 +78,7 @@ class HeadScheduler(Scheduler):
             if kv_cache_config.kv_cache_groups:
                 update_kv_cache_capacity(vllm_config, kv_cache_config)
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
-        self.structured_output_manager.__class__ = HeadStructuredOutputManager
+        extend_object(self.structured_output_manager, HeadStructuredOutputManager)
         self.drafts_asked: dict[str, int] = {}  # by request that asked for fewer drafts than the engine makes
         self.without_drafts: set[str] = set()  # requests whose batch has no drafts
         self.sampled: set[str] = set()  # requests with a temperature
@@ -90,7 +91,7 @@ class HeadScheduler(Scheduler):
         self.last_step = (0.0, 0, False)  # its end in seconds, drafted K, whether it read no prompt
         if spec.is_planned:
             self.plan, self.kv_cost = make_plan(vllm_config), kv_cost(vllm_config, kv_cache_config)
-            self.dynamic_sd_lookup = self.plan.lookup
+            self.dynamic_sd_lookup = self.plan.lookup  # vLLM reads K here by batch size; the plan changes the list
 
     def add_request(self, request: Any) -> None:
         super().add_request(request)

@@ -1,4 +1,4 @@
-"""Every attribute of vLLM that is replaced: one function each, listed by process at the end of this file.
+"""Attributes of vLLM that are replaced for heads: one function each, listed by process at the end of this file.
 
 A function is called with the original and the arguments of the call; a class or a property is replaced by its result.
 A target with a head in its `mtpc/` folder is served with it if the user does not configure speculative decoding. If the
@@ -48,10 +48,20 @@ def maybe_override_with_speculators(original: Callable[..., Any], *args: Any, **
     return target, target, {**given, "method": head.speculators_model_type, "model": str(folder)}
 
 
+@patch(ARG_UTILS, "EngineArgs.add_cli_args", needs=("parser",))
+def add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
+    """Allow `--spec-method mtpc`, which argparse refuses: vLLM's config has a closed list of methods."""
+    parser = original(parser)
+    for action in parser._actions:
+        if action.dest == "spec_method" and action.choices:
+            action.choices = [*action.choices, *METHODS]
+    return parser
+
+
 @patch(ARG_UTILS, "EngineArgs.create_speculative_config", ("self", "target_model_config", "target_parallel_config"))
 def create_speculative_config(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Build our config class for our methods, and for a head that the target bundles."""
-    method = (self.speculative_config or {}).get("method") or getattr(self, "spec_method", None)
+    method = find_method(self)
     if method in METHODS:
         made = create_config(self, original, *args, **kwargs)
         logger.info("%r; vLLM attributes replaced: %s", made, ", ".join(sorted(applied)))
@@ -83,12 +93,13 @@ def create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **
         spec = vllm_config.speculative_config
         if getattr(spec, "method", None) in METHODS:
             from vllm_mtpc.proposers.patches.scheduler import HeadSchedulerConfig
+            from vllm_mtpc.proposers.worker.derive import extend_object
 
             spec.restore_own_schedule()
             spec.check_engine(vllm_config)
             parallel = vllm_config.parallel_config  # worker.py derives a worker from each of vLLM's, by its name
             parallel.worker_cls = f"vllm_mtpc.proposers.patches.worker.{parallel.worker_cls.replace('.', ':')}"
-            vllm_config.scheduler_config.__class__ = HeadSchedulerConfig
+            extend_object(vllm_config.scheduler_config, HeadSchedulerConfig)
             apply(*WITH_HEAD)
             if getattr(self, MARK, None):
                 text = "Serving with the head that the target bundles, %s: %r; %s=0 turns it off"
@@ -178,6 +189,12 @@ def spec_decoding_prom(original: type) -> type:
     return prometheus_class(original)
 
 
+@patch("vllm.v1.metrics.ray_wrappers", "RayPrometheusStatLogger._spec_decoding_cls")
+def ray_spec_decoding_prom(original: type) -> type:
+    """Count them in Ray's metrics, for which vLLM has a class of its own."""
+    return spec_decoding_prom.function(original)
+
+
 @patch("vllm.entrypoints.launchers.app", "attach_endpoint_plugins", needs=("app", "supported_tasks"))
 def attach_endpoint_plugins(original: Callable[..., None], app: Any, supported_tasks: Any) -> None:
     """Serve POST /mtpc/head; vLLM's own plugins of endpoints log a warning in every server."""
@@ -203,20 +220,36 @@ def create_config(engine_args: Any, original: Callable[..., Any], *args: Any, **
     """Return our config for the user's options; vLLM's `create_speculative_config` merges flags and options."""
     from vllm.engine import arg_utils
 
-    from vllm_mtpc.proposers.options.engine_checks import check_adaptive_verification
-
     refuse_moved()
     if warning := versions.untested_warning():
         logger.warning(warning)
     theirs = arg_utils.SpeculativeConfig
     arg_utils.SpeculativeConfig = lambda **given: FAMILIES[given["method"]].serving.create(**given)
     try:
-        made = original(engine_args, *args, **kwargs)
+        return original(engine_args, *args, **kwargs)
     finally:
         arg_utils.SpeculativeConfig = theirs
-    if made.enable_adaptive_verification:
-        check_adaptive_verification(engine_args)
-    return made
+
+
+def find_method(engine_args: Any) -> str | None:
+    """Return the method that the user typed, or that of the head that `model` names; without either None.
+
+    A method that was not typed is added to the options; vLLM only finds those of its own draft models.
+    """
+    options = engine_args.speculative_config or {}
+    method, model = options.get("method") or engine_args.spec_method, options.get("model") or engine_args.spec_model
+    if method or not model:
+        return method
+    from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
+
+    try:
+        config = get_hf_file_to_dict("config.json", os.path.expanduser(model), options.get("revision")) or {}
+    except Exception:  # vLLM reads the same file next, and reports the error
+        return None
+    method = config.get("speculators_model_type")
+    if method in METHODS:
+        engine_args.speculative_config = {**options, "method": method}
+    return method
 
 
 def find_bundled_head(engine_args: Any, target: Any) -> Path | None:
@@ -283,6 +316,7 @@ def print_errors_in_one_line() -> None:
 
 EVERY_PROCESS: tuple[Patch, ...] = (
     maybe_override_with_speculators,
+    add_cli_args,
     create_speculative_config,
     create_engine_config,
     eagle_model_types,
@@ -294,6 +328,7 @@ WITH_HEAD: tuple[Patch, ...] = (
     validate_spec_decode,
     spec_decoding_logging,
     spec_decoding_prom,
+    ray_spec_decoding_prom,
     post_step,
     init_speculator,
 )

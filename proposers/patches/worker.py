@@ -7,8 +7,9 @@ from typing import Any
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_mtpc.proposers.patches.patch import apply, derived, refuse_moved
+from vllm_mtpc.proposers.patches.patch import apply, refuse_moved
 from vllm_mtpc.proposers.patches.vllm_patches import init_speculator
+from vllm_mtpc.proposers.worker.derive import derived, extend_object
 
 
 def __getattr__(name: str) -> Any:
@@ -34,15 +35,13 @@ class HeadWorker(Worker):
 
             spec = self.vllm_config.speculative_config
             method, model = spec.method, spec.model
-            # past the validation of assignments: "custom_class" is none of our methods
+            # V1 makes our proposer as one of its method "custom_class"; assigned past the validation of assignments
             vars(spec).update(method="custom_class", model="vllm_mtpc.proposers.v1.proposer.MtpcProposer")
             try:
                 super().init_device()
             finally:
                 vars(spec).update(method=method, model=model)
-        runner = self.model_runner
-        runner.__class__ = derived(HeadModelRunner, runner.__class__)
-        runner.begin()
+        extend_object(self.model_runner, derived(HeadModelRunner, self.model_runner.__class__)).begin()
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         self.vllm_config.speculative_config.reserved_blocks(self.vllm_config, kv_cache_config)  # raises: too few left

@@ -22,11 +22,15 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_mtpc.proposers.v1.proposer import draw_numbers, sample_tokens
 from vllm_mtpc.proposers.worker.counts import DRAFTS, PRUNED
+from vllm_mtpc.proposers.worker.derive import extend_object
 
 
 @contextmanager
 def couple_seeded_requests(generators: dict[int, Generator], num_drafts: list[int]) -> Iterator[None]:
-    """While a batch is verified, rows with a generator [of B] emit the tokens of plain vLLM."""
+    """While a batch is verified, rows with a generator [of B] emit the tokens of plain vLLM.
+
+    vLLM's sampler calls the module's function `rejection_sample`, which is replaced for the time of this call.
+    """
     states = {row: generator.get_state() for row, generator in generators.items()}
     # the next number of each generator is then that of the bonus token, which vLLM's sampler draws
     numbers = {row: draw_numbers(generator, num_drafts[row]) for row, generator in generators.items()}
@@ -109,7 +113,7 @@ class HeadModelRunner(GPUModelRunner):
         self.drafter.update_requests(scheduler_output)
         updated = super()._update_states(scheduler_output)
         if (holder := self.input_batch.thinking_budget_state_holder) is not None:
-            holder.__class__ = DraftedThinkingBudget
+            extend_object(holder, DraftedThinkingBudget)
             holder.keep_states([vars(self.requests[name]) for name in self.input_batch.req_ids])
         return updated
 

@@ -69,17 +69,8 @@ def drafts_before_min_tokens(processors: Any) -> dict[int, int]:
     }
 
 
-def confidence_of(probs: Tensor, is_greedy: Tensor) -> Tensor:
-    """Return the confidence [B] of a draft from probs [B, V]: max_v q(v) of an argmax, sqrt(sum_v q(v)^2) of a sample.
-
-    It depends on the conditional alone: pruning by the sampled token would bias the output of rejection sampling.
-    """
-    return torch.where(is_greedy, probs.amax(dim=-1), torch.linalg.vector_norm(probs, dim=-1))
-
-
-def likely_lengths(confidence: Tensor, least: float) -> Tensor:
-    """Return the leading drafts [B] whose product of confidences [B, K] is at least `least`."""
-    return (confidence.cumprod(dim=1) >= least).sum(dim=1)
+def _pick_argmax(log_q: Tensor, k: int) -> Tensor:
+    return log_q.argmax(dim=-1)
 
 
 class MtpcProposer:
@@ -92,7 +83,6 @@ class MtpcProposer:
         self.num_drafts, self.head_dtype = spec.num_speculative_tokens, spec.head_dtype
         self.target_dtype = vllm_config.model_config.dtype
         self.is_probabilistic = spec.draft_sample_method == "probabilistic"
-        self.min_acceptance = spec.min_acceptance or 0.0
         self.made: dict[str, int] = {}  # drafts by request that the scheduler received after the last step
         self.asked: dict[str, int] = {}  # by request that asked for fewer drafts than the engine makes
         self.pruned = Counter[str]()
@@ -102,7 +92,6 @@ class MtpcProposer:
         spec, device = self.vllm_config.speculative_config, next(target_model.parameters()).device
         self.model = self._load_head(spec.model_folder, target_model)
         shape = self.vllm_config.scheduler_config.max_num_seqs, self.num_drafts
-        self.confidence = torch.ones(shape, device=device)  # of each draft, written while it is made
         if self.is_probabilistic:
             self.draft_probs = torch.zeros(*shape, self.model.vocab_size, dtype=torch.float32, device=device)
         log_drafts(self.vllm_config, "NONE")
@@ -165,10 +154,6 @@ class MtpcProposer:
         last = num_rows.cumsum(0) - num_rows + torch.tensor(emitted).clamp(min=1) - 1  # [B], the last accepted ones
         hidden = sample_hidden_states[last]
         drafts, ends = self._generate_drafts(runner, sampled_token_ids, sampling_metadata, hidden, num_drafts)
-        if self.min_acceptance:
-            likely = likely_lengths(self.confidence[: len(names), :num_drafts], self.min_acceptance).tolist()
-            allowed, lengths = sum(lengths), list(map(min, likely, lengths))
-            self.pruned["confidence"] += allowed - sum(lengths)
         early = drafts_before_min_tokens(sampling_metadata.logitsprocs)
         for row, length in enumerate(lengths):
             length = min(length, ends.get(row, num_drafts), early.get(row, num_drafts))
@@ -184,7 +169,7 @@ class MtpcProposer:
         first = torch.tensor([tokens[-1] if tokens else 0 for tokens in sampled_token_ids], device=hidden.device)
         masks = self.grammars.masks(runner.requests, names, sampled_token_ids)
         params = self.model.draft_params(hidden, first, num_drafts)
-        pick: naive.Pick = self._pick_argmax
+        pick: naive.Pick = _pick_argmax
         if self.is_probabilistic and not sampling_metadata.all_greedy:
             # an unfinished prompt must not advance its request's generator
             seeds = {row: one for row, one in sampling_metadata.generators.items() if sampled_token_ids[row]}
@@ -197,11 +182,6 @@ class MtpcProposer:
         drafts = draft(self.model.circuit.program, *params[:6], pick=masks.around(pick)).tolist()
         masks.rewind()
         return drafts, masks.lengths
-
-    def _pick_argmax(self, log_q: Tensor, k: int) -> Tensor:
-        if self.min_acceptance:
-            torch.exp(log_q.amax(dim=-1), out=self.confidence[: len(log_q), k])
-        return log_q.argmax(dim=-1)
 
     def _make_sampler(
         self, u: Tensor, temperature: Tensor, seeds: dict[int, torch.Generator], unmasked: list[int], couples: bool
@@ -227,8 +207,6 @@ class MtpcProposer:
         def pick(log_q: Tensor, k: int) -> Tensor:
             logits = log_q / scale if is_scaled else log_q
             probs = torch.softmax(logits, dim=-1, out=self.draft_probs[: len(u), k])  # [B, V]
-            if self.min_acceptance:
-                self.confidence[: len(u), k] = confidence_of(probs, is_greedy)
             drafts = of_mass(probs, u[:, k])
             if coupled:
                 drafts[coupled] = sample_tokens(logits[coupled], numbers[:, k])

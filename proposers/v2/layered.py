@@ -33,7 +33,7 @@ from vllm_mtpc.proposers.worker.load import kept
 NAME = "mtpc."  # before a layer's name: its twin's
 
 
-class DraftLayers(nn.Module):
+class ServedDraftLayers(nn.Module):
     """Copies of the target's layers from `first` on, and of its final norm."""
 
     def __init__(self, first: int, layers: list[nn.Module], norm: nn.Module) -> None:
@@ -48,7 +48,7 @@ class DraftLayers(nn.Module):
         return self.norm(states, residual)[0]
 
 
-def load_draft_layers(target: nn.Module, vllm_config: VllmConfig, device: torch.device) -> DraftLayers:
+def load_draft_layers(target: nn.Module, vllm_config: VllmConfig, device: torch.device) -> ServedDraftLayers:
     """Load the draft layers of a head on vLLM's target; CheckpointError: they are not of its last layers."""
     spec = vllm_config.speculative_config
     info = read_adapters(Path(spec.model_folder), spec.head)
@@ -72,7 +72,7 @@ def load_draft_layers(target: nn.Module, vllm_config: VllmConfig, device: torch.
 
     modules = {f"model.layers.{index}": layers[index] for index in info.layers} | {"model.norm": target.model.norm}
     *copies, norm = copy_adapted(target, modules, lora, info.alpha / info.rank, Gate(), copy_attention)
-    return DraftLayers(info.layers[0], copies, norm)
+    return ServedDraftLayers(info.layers[0], copies, norm)
 
 
 class LayeredSpeculator(MtpcSpeculator):

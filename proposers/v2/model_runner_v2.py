@@ -8,7 +8,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.worker.gpu.lora_utils import LoraState
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from vllm_mtpc.plan.draft_schedule import KEY
+from vllm_mtpc.plan.draft_schedule import SCHEDULE_KEY
 from vllm_mtpc.proposers.v2.step_costs import measure_costs
 from vllm_mtpc.proposers.worker.counts import COSTS
 from vllm_mtpc.proposers.worker.grammar_masks import StructuredRequests
@@ -59,15 +59,15 @@ class HeadModelRunner(GPUModelRunner):
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Have graphs of the target for every K of the online plan: vLLM captures those that its schedule has."""
-        spec, own = self.speculative_config, getattr(self.speculative_config, KEY)
+        spec, own = self.speculative_config, getattr(self.speculative_config, SCHEDULE_KEY)
         if own and spec.arms:
             most_first = spec.arms[-1], *spec.arms[:-1]
             shown = [(batch, batch, drafts) for batch, drafts in enumerate(most_first, start=1)]
-            object.__setattr__(spec, KEY, shown)  # past the validation of assignments
+            object.__setattr__(spec, SCHEDULE_KEY, shown)  # past the validation of assignments
         try:
             super().initialize_kv_cache(*args, **kwargs)
         finally:
-            object.__setattr__(spec, KEY, own)
+            object.__setattr__(spec, SCHEDULE_KEY, own)
 
     def capture_model(self, **kwargs: Any) -> int:
         """Capture, and measure steps for the online plan; not across pipeline stages, which wait for each other."""

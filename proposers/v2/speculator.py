@@ -19,6 +19,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -38,12 +39,12 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorBatchDescriptor
 
 from vllm_mtpc.heads.base import DraftParams, Head
-from vllm_mtpc.kernels.draft.kernel import Drafter
+from vllm_mtpc.kernels.draft.kernel import CircuitDrafter
 from vllm_mtpc.kernels.leaf.kernel import batches
 from vllm_mtpc.plan.draft_schedule import expand_schedule
 from vllm_mtpc.proposers.options.draft_memory import gathered_rows, rows_at_once
 from vllm_mtpc.proposers.v2.gather import gather_inputs
-from vllm_mtpc.proposers.v2.verification import DRAFTING, Verifier, needs_fresh_noise, step_seeds, with_verifier
+from vllm_mtpc.proposers.v2.verification import DRAFTING, HeadSampler, needs_fresh_noise, step_seeds, with_sampler
 from vllm_mtpc.proposers.worker.grammar_masks import Masks, StructuredRequests
 from vllm_mtpc.proposers.worker.load import kept, load_served_head, log_drafts, weights_dtype
 from vllm_mtpc.proposers.worker.swap import copy_tensors
@@ -69,7 +70,9 @@ def eager_priorities(vllm_config: VllmConfig) -> IrOpPriorityConfig:
 
 
 class DraftGraphs(CudaGraphManager):
-    """CUDA graphs of the draft step, one for each of vLLM's capture sizes and each number of drafts of its batches.
+    """CUDA graphs of the draft step, one for each capture size and each number of drafts of its batches.
+
+    Capture sizes are vLLM's and the largest batch, so every batch is drafted by a graph.
 
     A graph holds what starts at the speculator's buffers. Padding rows have slot -1: nothing is written for them except
     to padding rows of these buffers.
@@ -92,7 +95,14 @@ class DraftGraphs(CudaGraphManager):
     ) -> None:
         is_full = mode.decode_mode() == CUDAGraphMode.FULL
         mode = CUDAGraphMode.FULL_DECODE_ONLY if is_full else CUDAGraphMode.NONE
-        super().__init__(vllm_config, device, mode, decode_query_len=1)
+        compilation, largest = vllm_config.compilation_config, vllm_config.scheduler_config.max_num_seqs
+        if sizes := compilation.cudagraph_capture_sizes:
+            sizes = sorted({*(size for size in sizes if size < largest), largest})
+            compilation = replace_attributes(
+                compilation, cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=largest
+            )
+        config = replace_attributes(vllm_config, compilation_config=compilation)
+        super().__init__(config, device, mode, decode_query_len=1)
         descs, below = [], 0
         for desc in reversed(self._capture_descs.pop(CUDAGraphMode.FULL, [])):
             scheduled = set(drafts_by_batch[below + 1 : desc.num_reqs + 1]) - {0}
@@ -160,10 +170,10 @@ class HeadSpeculator(DraftModelSpeculator):
         parallel = replace_attributes(vllm_config.parallel_config, data_parallel_size=1)  # no wait for other engines
         self.pass_config = replace_attributes(vllm_config, parallel_config=parallel)
 
-    def set_verifier(self, kind: type[Verifier], target_model: nn.Module, attribute: str) -> None:
+    def set_sampler(self, kind: type[HeadSampler], target_model: nn.Module, attribute: str) -> None:
         """Verify with `kind`; this attribute of the speculator becomes the part of the sampler that drafts read."""
         base, on_ready = resolve_model_state_cls(self.vllm_config, target_model), partial(setattr, self, attribute)
-        state = with_verifier(kind, base, self.speculative_config, self.device, on_ready)
+        state = with_sampler(kind, base, self.speculative_config, self.device, on_ready)
         target_model.get_model_state_cls = lambda: state
 
     @torch.inference_mode()
@@ -325,7 +335,7 @@ class MtpcSpeculator(HeadSpeculator):
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         head = self._load_head(target_model, self.speculative_config.model_folder)
         self._set_head(head)
-        self.set_verifier(Verifier, target_model, "states")
+        self.set_sampler(HeadSampler, target_model, "states")
         return head
 
     def _load_head(self, target_model: nn.Module, folder: str) -> Head:
@@ -345,9 +355,9 @@ class MtpcSpeculator(HeadSpeculator):
         self.gathering: tuple[Head, Any] = (whole := head.undivided()), self._make_drafter(whole)
         head.kept = kept((*head.parameters(), self.drafter.program))
 
-    def _make_drafter(self, head: Head) -> Drafter:
+    def _make_drafter(self, head: Head) -> CircuitDrafter:
         sizes = head.circuit.program, head.circuit.num_components, head.vocab_size
-        return Drafter(*sizes, self.device, gumbel_noised_argmax, self.use_fp64_gumbel, shard=head.leaf_shard)
+        return CircuitDrafter(*sizes, self.device, gumbel_noised_argmax, self.use_fp64_gumbel, shard=head.leaf_shard)
 
     @property
     def keeps_shapes(self) -> bool:
@@ -413,7 +423,7 @@ class MtpcSpeculator(HeadSpeculator):
             made = tokens[rows, :num_drafts], confidences[rows, :num_drafts]
             self._sample(*self._draft_params(rows, num_drafts), rows, *made)
 
-    def _draft_params(self, rows: slice | Tensor, num_drafts: int) -> tuple[Drafter, DraftParams]:
+    def _draft_params(self, rows: slice | Tensor, num_drafts: int) -> tuple[CircuitDrafter, DraftParams]:
         """Return the drafter of a batch of these rows, and what it takes."""
         hidden = self.hidden_states[rows]
         head, drafter = self.gathering if len(hidden) <= self.gathered_rows else (self.model, self.drafter)
@@ -421,7 +431,7 @@ class MtpcSpeculator(HeadSpeculator):
 
     def _sample(
         self,
-        drafter: Drafter,
+        drafter: CircuitDrafter,
         params: DraftParams,
         rows: slice | Tensor,
         tokens: Tensor,
@@ -476,9 +486,10 @@ class MtpcSpeculator(HeadSpeculator):
         num_drafts, max_rows = next(iter(self.rows_at_once.items()))
         for num_reqs in {max_rows, min(max_rows, self.gathered_rows or max_rows)}:
             self._generate_draft(num_reqs, num_drafts)
-        most, divided = max(self.rows_at_once), self.gathered_rows + 1
-        for num_reqs in (1, 2, divided) if self.structured is not None else ():
-            index = torch.arange(min(num_reqs, self.rows_at_once[most]), device=self.device)
-            bits = index.new_full((len(index), most, -(-self.model.vocab_size // 32)), -1, dtype=torch.int32)
-            made = self.draft_tokens[index, :most], self.draft_token_confidence_probs[index, :most]
-            self._sample(*self._draft_params(index, most), index, *made, bits)
+        masked = (1, 2, self.gathered_rows + 1) if self.structured is not None else ()
+        # Triton compiles K = 1 apart
+        for num_reqs, num_drafts in product(masked, {min(self.rows_at_once), max(self.rows_at_once)}):
+            index = torch.arange(min(num_reqs, self.rows_at_once[num_drafts]), device=self.device)
+            bits = index.new_full((len(index), num_drafts, -(-self.model.vocab_size // 32)), -1, dtype=torch.int32)
+            made = self.draft_tokens[index, :num_drafts], self.draft_token_confidence_probs[index, :num_drafts]
+            self._sample(*self._draft_params(index, num_drafts), index, *made, bits)

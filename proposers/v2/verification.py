@@ -47,6 +47,7 @@ from vllm_mtpc.kernels.pick import select_tokens
 from vllm_mtpc.kernels.uniform import uniform
 from vllm_mtpc.proposers.options.request_options import max_drafts
 from vllm_mtpc.proposers.options.versions import keys_noise_by_draft
+from vllm_mtpc.proposers.worker.derive import extend_object
 
 DRAFTING = 1 << 30  # added to a draft's position, as in vLLM: noise that verification does not read
 GREEDY_U = 0.5  # inside the argmax's interval wherever the argmax has more than half of the mass
@@ -89,7 +90,8 @@ class CoupledStates(SamplingStates):
 
     @classmethod
     def extend(cls, states: SamplingStates, num_drafts: int, verify: str | None) -> CoupledStates:
-        states.__class__, states.num_drafts, states.verify = cls, num_drafts, verify
+        states = extend_object(states, cls)
+        states.num_drafts, states.verify = num_drafts, verify
         states.most = UvaBackedTensor(states.max_num_reqs, dtype=torch.int32)
         states.stream = UvaBackedTensor(states.max_num_reqs, dtype=torch.int64)
         states.stream.np.fill(DRAFTING)
@@ -108,7 +110,7 @@ class CoupledStates(SamplingStates):
         self.most.copy_to_uva()
 
 
-class Verifier(RejectionSampler):
+class HeadSampler(RejectionSampler):
     """vLLM's rejection sampler, which verifies coupled requests by comparison of drafts and sampled tokens."""
 
     def __init__(self, sampler: Sampler, spec_config: SpeculativeConfig, device: torch.device) -> None:
@@ -169,8 +171,7 @@ class Verifier(RejectionSampler):
         expanded_local_pos: Tensor,
         seq_lens_upper_bound_np: np.ndarray,
         verify_draft_sampled: Tensor,
-        *args: Any,
-        **kwargs: Any,
+        **new: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return processed logits [T, V], tokens [R, K + 1], int64, -1 after the last, and their numbers [R], int32.
 
@@ -180,21 +181,27 @@ class Verifier(RejectionSampler):
             cu_num_logits: [R + 1]; rows of request r are cu_num_logits[r] .. cu_num_logits[r + 1] - 1.
             idx_mapping, expanded_idx_mapping: request slots [R] and [T].
             verify_draft_sampled: [T], -1 where a draft cannot be accepted.
+            new: parameters that a later vLLM adds, for the parent.
         """
         is_coupled, others = self.is_coupled(idx_mapping_np), None
-        more = (expanded_local_pos, seq_lens_upper_bound_np)
+        rows: dict[str, Any] = {  # of both methods of vLLM
+            "pos": pos, "expanded_local_pos": expanded_local_pos, "expanded_idx_mapping": expanded_idx_mapping,
+            "idx_mapping": idx_mapping, "idx_mapping_np": idx_mapping_np,
+            "seq_lens_upper_bound_np": seq_lens_upper_bound_np,
+        }  # fmt: skip
         if is_coupled.all():
-            given = (expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, draft_sampled, *more)
-            processed_logits = self.sampler.apply_sampling_params(logits, *given)
+            processed_logits = self.sampler.apply_sampling_params(logits, input_ids=draft_sampled, **rows)
         else:
             states = self.sampler.sampling_states
             own = states.seeds.gpu
             if self.seeds is not None:
                 self.seeds[idx_mapping] = step_seeds(own[idx_mapping], pos[cu_num_logits[:-1]])
                 states.seeds.gpu = self.seeds  # the parent reads them there
-            rows = (draft_sampled, pos, cu_num_logits, idx_mapping, idx_mapping_np, expanded_idx_mapping, *more)
             try:
-                found = super()._verify(logits, draft_logits, *rows, verify_draft_sampled, *args, **kwargs)
+                found = super()._verify(
+                    logits, draft_logits, draft_sampled=draft_sampled, cu_num_logits=cu_num_logits,
+                    verify_draft_sampled=verify_draft_sampled, **rows, **new,
+                )  # fmt: skip
             finally:
                 states.seeds.gpu = own
             if not is_coupled.any():
@@ -224,14 +231,13 @@ class CoupledSampler(Sampler):
         return select_tokens(processed_logits, expanded_idx_mapping, pos, seeds, temperature), processed_logits
 
 
-class CoupledRejectionSampler(Verifier):
+class CoupledRejectionSampler(HeadSampler):
     """Accepts drafts while they are the tokens that `sampler` picks."""
 
     @staticmethod
     def extend_sampler(sampler: Sampler, spec_config: SpeculativeConfig) -> Sampler:
-        Verifier.extend_sampler(sampler, spec_config)
-        sampler.__class__ = CoupledSampler
-        return sampler
+        HeadSampler.extend_sampler(sampler, spec_config)
+        return extend_object(sampler, CoupledSampler)
 
     @staticmethod
     def needs_plain_sampler(spec_config: SpeculativeConfig) -> str:
@@ -245,8 +251,8 @@ class CoupledRejectionSampler(Verifier):
         return select_tokens(processed_logits, slots, pos, states.seeds.gpu, states.temperature.gpu)
 
 
-def with_verifier(
-    kind: type[Verifier],
+def with_sampler(
+    kind: type[HeadSampler],
     base: type,
     spec_config: SpeculativeConfig,
     device: torch.device,
@@ -257,7 +263,7 @@ def with_verifier(
     on_ready: called with the result of `kind.extend_sampler`. Other samplers keep their own verification.
     """
 
-    class ModelStateWithVerifier(base):
+    class ModelStateWithSampler(base):
         def custom_sampler(self, sampler: Any) -> Any:
             own = super().custom_sampler(sampler)
             if own is None and type(sampler) is Sampler:
@@ -270,4 +276,4 @@ def with_verifier(
                 raise ServeConfigError(f"{options} with {name}: only vLLM's plain Sampler can verify so; {remedy}")
             return own
 
-    return ModelStateWithVerifier
+    return ModelStateWithSampler

@@ -12,11 +12,13 @@ from collections.abc import Callable, Mapping
 from itertools import compress
 from typing import Any
 
+from prometheus_client import REGISTRY
+
 from vllm_mtpc import METHODS
 
-# Reasons why a draft was not verified: fewer were planned or scheduled, its cumulative acceptance was too small, the
-# step had no room for it (token budget, length, a grammar), or the request asked for fewer.
-PRUNED_BY = ("schedule", "confidence", "budget", "request")
+# Reasons why a draft was not verified: fewer were planned or scheduled, the step had no room for it (token budget,
+# length, a grammar), or the request asked for fewer.
+PRUNED_BY = ("schedule", "budget", "request")
 CLASSES = ("greedy", "sampled", "structured")  # of requests, whose acceptance differs
 OF_CLASS = ("steps", "draft_tokens", "accepted_tokens")
 TIMES = ("step_us", "trial_us")  # microseconds of decoding, and what trials of the online plan lost of them
@@ -26,6 +28,7 @@ COSTS = "vllm_mtpc_costs"  # attribute of the first ModelRunnerOutput on CUDA: m
 DRAFTS = "vllm_mtpc_drafts"  # attribute of a ModelRunnerOutput on V1: vLLM's DraftTokenIds
 PRUNED = "vllm_mtpc_pruned"  # attribute of a ModelRunnerOutput on V1: pruned drafts by reason
 MINUTE = 60.0
+PREFIXES = ("vllm_mtpc:", "vllm:")  # of our counters; the second is that of 0.3, to be removed in 0.5
 
 
 def append_counts(stats: Any, counts: dict[str, int]) -> None:
@@ -114,26 +117,35 @@ def prometheus_class(original: Any) -> type:
     class SpecDecodingProm(original):
         def __init__(self, spec: Any, names: list[str], labels: dict[int, list[Any]], **more: Any) -> None:
             super().__init__(spec, names, labels, **more)
-            self.counters: dict[int, dict[str, Any]] = {}
+            self.counters: dict[int, dict[str, list[Any]]] = {}  # by engine and name
             if getattr(spec, "method", None) not in METHODS:
                 return
+            for collector in list(REGISTRY._collector_to_names):  # of an earlier engine; vLLM unregisters its own
+                if getattr(collector, "_name", "").startswith(PREFIXES[0]):
+                    REGISTRY.unregister(collector)
+            for prefix in PREFIXES:
+                self.add_counters(f"{prefix}spec_decode", names, labels)
+
+        def add_counters(self, prefix: str, names: list[str], labels: dict[int, list[Any]]) -> None:
             new = self._counter_cls
-            steps = new("vllm:spec_decode_steps", "Steps of the target, summed over requests.", names)
-            pruned = new("vllm:spec_decode_drafts_pruned", "Drafts not verified, by reason.", [*names, "by"])
+            steps = new(f"{prefix}_steps", "Steps of the target, summed over requests.", names)
+            pruned = new(f"{prefix}_drafts_pruned", "Drafts not verified, by reason.", [*names, "by"])
             class_names, text = [*names, "request"], "by class of request."
-            by_kind = {what: new(f"vllm:spec_decode_class_{what}", f"{what} {text}", class_names) for what in OF_CLASS}
-            for engine, of in labels.items():
-                counters = {"steps": steps.labels(*of), **{name: pruned.labels(*of, name) for name in PRUNED_BY}}
+            by_class = {what: new(f"{prefix}_class_{what}", f"{what} {text}", class_names) for what in OF_CLASS}
+            for engine, values in labels.items():
+                counters = {"steps": steps.labels(*values)}
+                counters |= {name: pruned.labels(*values, name) for name in PRUNED_BY}
                 for kind in CLASSES:
-                    counters |= {f"{kind} {what}": one.labels(*of, kind) for what, one in by_kind.items()}
-                self.counters[engine] = counters
+                    counters |= {f"{kind} {what}": counter.labels(*values, kind) for what, counter in by_class.items()}
+                for name, counter in counters.items():
+                    self.counters.setdefault(engine, {}).setdefault(name, []).append(counter)
 
         def observe(self, spec_decoding_stats: Any, engine_idx: int = 0) -> None:
             if spec_decoding_stats.num_drafts:
                 super().observe(spec_decoding_stats, engine_idx)
             if counters := self.counters.get(engine_idx):
                 for name, count in read_counts(spec_decoding_stats).items():
-                    if count and name in counters:
-                        counters[name].inc(count)
+                    for counter in counters.get(name, ()) if count else ():
+                        counter.inc(count)
 
     return SpecDecodingProm

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
 from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.heads.base import Head
-from vllm_mtpc.heads.linear import LinearHead, pays
+from vllm_mtpc.heads.linear import LinearHead, is_sharded
 from vllm_mtpc.kernels.draft import is_small
 from vllm_mtpc.kernels.shard import Shard
 from vllm_mtpc.proposers.options.switches import logger, reason
@@ -58,7 +58,7 @@ def load_served_head(
         num_ranks = _num_ranks()
         # rows are dropped before the head is moved: the device needs no room for them
         _, head = load_head(folder, weights_dtype(head_dtype, dtype), "cpu" if num_ranks > 1 else device)
-        if isinstance(head, LinearHead) and pays(head.leaf_weight.nbytes, num_ranks, device.type):
+        if isinstance(head, LinearHead) and is_sharded(head.leaf_weight.nbytes, num_ranks, device.type):
             rank = get_tensor_model_parallel_rank()
             head.shard_leaves(Shard(rank, num_ranks, head.vocab_size, _gather))
             logger.info("Unembeddings of the head: rows of rank %d of %d", rank, num_ranks)

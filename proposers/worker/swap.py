@@ -16,7 +16,7 @@ from torch import nn
 
 from vllm_mtpc.checkpoint.locate import HUB_NAME
 from vllm_mtpc.errors import CheckpointError, ServeConfigError
-from vllm_mtpc.plan.draft_schedule import KEY
+from vllm_mtpc.plan.draft_schedule import SCHEDULE_KEY
 from vllm_mtpc.proposers.options.switches import logger, reason
 from vllm_mtpc.proposers.worker.load import succeed_together
 
@@ -35,8 +35,8 @@ def swap(runner: Any, path: str) -> dict[str, Any]:
         if not os.path.exists(os.path.expanduser(path)) and HUB_NAME.fullmatch(path):
             download = f"vllm_mtpc.checkpoint.resolve_head({path!r}) downloads a head from the hub"
             raise CheckpointError(f"no head at {path}: the folder does not exist; {download} and returns its folder")
-        keys = (name for name in spec.user_keys if name not in ("model", "revision", KEY))
-        given = {name: getattr(spec, name) for name in keys} | {"model": path, KEY: "off"}
+        keys = (name for name in spec.user_keys if name not in ("model", "revision", SCHEDULE_KEY))
+        given = {name: getattr(spec, name) for name in keys} | {"model": path, SCHEDULE_KEY: "off"}
         targets = {name: getattr(spec, name) for name in ("target_model_config", "target_parallel_config")}
         made = type(spec).create(**given, **targets)
         if drafter is not None:

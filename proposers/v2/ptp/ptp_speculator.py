@@ -35,7 +35,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_mtpc.checkpoint.ptp_head import load_ptp
 from vllm_mtpc.heads.ptp.distribution import reads_u
-from vllm_mtpc.heads.ptp.student import UNINFORMED
+from vllm_mtpc.heads.ptp.student import UNUSED_U
 from vllm_mtpc.kernels.pick import select_tokens
 from vllm_mtpc.proposers.options.switches import logger
 from vllm_mtpc.proposers.v2.lora import Gate, prepare_adapters
@@ -57,7 +57,7 @@ class PtpSpeculator(HeadSpeculator):
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         spec = self.speculative_config
-        self.head, self.plan = spec.head, spec.plan(self.max_num_reqs)
+        self.head, self.plan = spec.head, spec.row_groups(self.max_num_reqs)
         self.lead = self.head.first_row  # rows at the start of a group that draft nothing
         self.gate, self.writes = Gate(), Writes()
         num_rows, groups = self.max_pass_rows(), self.plan.max_groups
@@ -84,7 +84,7 @@ class PtpSpeculator(HeadSpeculator):
         head = load_ptp(self.speculative_config.model_folder, self.dtype, self.device)
         self.target = target_model
         self.embedding, self.late = head.embedding, head.late
-        self.set_verifier(CoupledRejectionSampler, target_model, "sampler")
+        self.set_sampler(CoupledRejectionSampler, target_model, "sampler")
         scale = self.head.lora_alpha / self.head.lora_rank
         student = build_student(target_model, head.lora, scale, self.gate, self.writes)
         parts = [part for module in (self.embedding, self.late) if module is not None for part in module.parameters()]
@@ -299,7 +299,7 @@ class PtpSpeculator(HeadSpeculator):
 
     def _embed_u(self, keys: Tensor, slots: Tensor) -> Tensor:
         if not self.head.informed:
-            return self.embedding(torch.full_like(keys, UNINFORMED, dtype=torch.float))
+            return self.embedding(torch.full_like(keys, UNUSED_U, dtype=torch.float))
         requests = slots.clamp(min=0)[:, None].expand_as(keys).flatten()
         return self.embedding(u_of(*self._draw_inputs(), requests, keys.flatten()).view_as(keys))
 
