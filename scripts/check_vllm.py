@@ -5,11 +5,10 @@
     scripts/check_vllm.py --sources FOLDER    a folder (or wheel) that has `vllm/`
 
 Checked: every attribute the vLLM patches replace (it exists and takes the parameters the replacement relies on);
-every name
-imported from vLLM (it exists); every method of a vLLM class that one of our classes overrides (it exists, same
-parameters as in the vLLM that is installed); every attribute that is read or written of vLLM's objects, which are known
-by the names they go by here (OBJECTS). "changed" asks for a look, "gone" for work; exit code 1 where something is gone.
-Passing is no proof of exactness: run the tests on the release before it is added to TESTED (docs/internals.md).
+every name imported from vLLM (it exists); every method of a vLLM class that one of our classes overrides (it exists,
+same parameters as in the vLLM that is installed). "changed" asks for a look, "gone" for work; exit code 1 where
+something is gone. Passing is no proof of exactness: run the tests on the release before it is added to TESTED
+(docs/internals.md).
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 from rich.console import Console
@@ -34,37 +32,6 @@ from vllm_mtpc.proposers.patches.vllm_patches import EVERY_PROCESS, WITH_HEAD, W
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("proposers", "vllm_mtpc")
-CONFIG = "vllm.config"
-OBJECTS = {  # what variables and attributes of these names hold, wherever they are used
-    "cache_config": (f"{CONFIG}.cache:CacheConfig",),
-    "compilation_config": (f"{CONFIG}.compilation:CompilationConfig",),
-    "core": ("vllm.v1.engine.core:EngineCore",),
-    "engine": ("vllm.v1.engine.llm_engine:LLMEngine",),
-    "engine_args": ("vllm.engine.arg_utils:EngineArgs",),
-    "engine_core": ("vllm.v1.engine.core_client:InprocClient", "vllm.v1.engine.core:EngineCore"),
-    "input_batch": ("vllm.v1.worker.gpu.input_batch:InputBatch", "vllm.v1.worker.gpu_input_batch:InputBatch"),
-    "kv_cache_config": ("vllm.v1.kv_cache_interface:KVCacheConfig",),
-    "llm": ("vllm.entrypoints.llm:LLM",),
-    "llm_engine": ("vllm.v1.engine.llm_engine:LLMEngine",),
-    "lora_state": ("vllm.v1.worker.gpu.lora_utils:LoraState",),
-    "model_config": (f"{CONFIG}.model:ModelConfig",),
-    "parallel": (f"{CONFIG}.parallel:ParallelConfig",),
-    "parallel_config": (f"{CONFIG}.parallel:ParallelConfig",),
-    "request": ("vllm.v1.request:Request",),
-    "runner": ("vllm.v1.worker.gpu.model_runner:GPUModelRunner", "vllm.v1.worker.gpu_model_runner:GPUModelRunner"),
-    "sampler": ("vllm.v1.worker.gpu.sample.sampler:Sampler",),
-    "sampling_metadata": ("vllm.v1.sample.metadata:SamplingMetadata",),
-    "sampling_states": ("vllm.v1.worker.gpu.sample.states:SamplingStates",),
-    "scheduler": ("vllm.v1.core.sched.scheduler:Scheduler", f"{CONFIG}.scheduler:SchedulerConfig"),
-    "scheduler_config": (f"{CONFIG}.scheduler:SchedulerConfig",),
-    "scheduler_output": ("vllm.v1.core.sched.output:SchedulerOutput",),
-    "spec": (f"{CONFIG}.speculative:SpeculativeConfig",),
-    "spec_config": (f"{CONFIG}.speculative:SpeculativeConfig",),
-    "spec_decode_metadata": ("vllm.v1.spec_decode.metadata:SpecDecodeMetadata",),
-    "speculative_config": (f"{CONFIG}.speculative:SpeculativeConfig",),
-    "target": (f"{CONFIG}.model:ModelConfig",),
-    "vllm_config": (f"{CONFIG}.vllm:VllmConfig",),
-}
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.stmt
 
 
@@ -122,8 +89,6 @@ class Sources:
         for statement in _statements(owner):
             if name in _names(statement):
                 return module, statement
-        if name in _set_in_methods(owner):
-            return module, ast.Pass()
         for base in owner.bases:
             found = self.find(module, ast.unparse(base).partition("[")[0])
             found = found and self._member(*found, name)
@@ -150,13 +115,6 @@ def _statements(tree: ast.AST) -> Iterator[ast.stmt]:
             yield from _statements(statement)
             for part in (*getattr(statement, "handlers", ()), ast.Module(getattr(statement, "orelse", []), [])):
                 yield from _statements(part)
-
-
-@cache
-def _set_in_methods(owner: ast.ClassDef) -> set[str]:
-    """Attributes that a class's methods give to `self`."""
-    stored = (node for node in ast.walk(owner) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
-    return {node.attr for node in stored if isinstance(node.value, ast.Name) and node.value.id == "self"}
 
 
 def _names(statement: ast.stmt) -> set[str]:
@@ -190,7 +148,7 @@ def parameters(definition: Definition) -> list[str] | None:
     return names + ([f"**{given.kwarg.arg}"] if given.kwarg else [])
 
 
-WHAT = ("replaced", "imported", "overridden", "reached")
+WHAT = ("replaced", "imported", "overridden")
 
 
 @dataclass(frozen=True)
@@ -213,63 +171,30 @@ def replaced(sources: Sources) -> Iterator[Finding]:
         yield Finding("replaced", patch.key, "gone" if missing else "ok", detail)
 
 
-Member = tuple[str, str, str]  # module, class, attribute
+Member = tuple[str, str, str]  # module, class, method
 
 
-def relied_on() -> tuple[set[tuple[str, str]], set[Member], set[Member]]:
-    """(module, name) of all that is imported from vLLM; members that are overridden; members that are reached."""
-    imported, overridden, reached = set(), set(), set()
+def relied_on() -> tuple[set[tuple[str, str]], set[Member]]:
+    """Return (module, name) of all that is imported from vLLM, and the members that are overridden."""
+    imported, overridden = set(), set()
     for file in (file for folder in OURS for file in sorted((ROOT / folder).rglob("*.py"))):
         tree, here = ast.parse(file.read_text(encoding="utf-8")), {}
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "vllm":
                 here |= {alias.asname or alias.name: (node.module, alias.name) for alias in node.names}
         imported |= set(here.values())
-        reached |= set(_reached(tree, here, OBJECTS))
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 methods = [part.name for part in node.body if isinstance(part, ast.FunctionDef)]
                 bases = [here[ast.unparse(base)] for base in node.bases if ast.unparse(base) in here]
                 overridden |= {(*base, method) for base in bases for method in methods}
-    return imported, overridden, reached
-
-
-def _reached(node: ast.AST, here: dict[str, tuple[str, str]], objects: dict[str, tuple[str, ...]]) -> Iterator[Member]:
-    """Attributes of `objects` that are read or written below a node; `here`: imports of its file from vLLM."""
-    if isinstance(node, ast.ClassDef):
-        bases = [ast.unparse(base) for base in node.bases]
-        objects = {**objects, "self": tuple(":".join(here[base]) for base in bases if base in here)}
-    if isinstance(node, ast.FunctionDef):
-        objects = {**objects, **_self_of(node)}
-    match node:
-        case ast.Attribute(value=value, attr=name):
-            owners = objects.get(_last_name(value), ())
-        case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[value, ast.Constant(value=str(name)), *_]):
-            owners = objects.get(_last_name(value), ())
-        case _:
-            owners, name = (), ""
-    yield from ((*owner.split(":"), name) for owner in owners)
-    for child in ast.iter_child_nodes(node):
-        yield from _reached(child, here, objects)
-
-
-def _last_name(value: ast.AST) -> str:
-    return getattr(value, "id", "") or getattr(value, "attr", "")
-
-
-def _self_of(function: ast.FunctionDef) -> dict[str, tuple[str, ...]]:
-    """What `self` is in a function that is declared as a patch: of the class whose method it replaces."""
-    for decorator in function.decorator_list:
-        match decorator:
-            case ast.Call(func=ast.Name(id="patch"), args=[ast.Constant(value=module), ast.Constant(value=name)]):
-                return {"self": (f"{module}:{name.rpartition('.')[0]}",)}
-    return {}
+    return imported, overridden
 
 
 def findings(sources: Sources, reference: Sources) -> list[Finding]:
     """Everything that is relied on; `reference` is the vLLM this package was written against."""
     result = list(replaced(sources))
-    imported, overridden, reached = relied_on()
+    imported, overridden = relied_on()
     for module, name in sorted(imported):
         if reference.find(module, name) is not None:  # else made at run time: nothing can be read
             result.append(Finding("imported", f"{module}:{name}", *_compared(sources, reference, module, name)))
@@ -277,10 +202,6 @@ def findings(sources: Sources, reference: Sources) -> list[Finding]:
         name = f"{owner}.{method}"
         if reference.find(module, name) is not None:  # else our own method
             result.append(Finding("overridden", f"{module}:{name}", *_compared(sources, reference, module, name)))
-    for module, owner, attribute in sorted(reached - overridden):
-        name = f"{owner}.{attribute}"
-        if reference.find(module, name) is not None:  # else ours, or another object of that name
-            result.append(Finding("reached", f"{module}:{name}", *_compared(sources, reference, module, name)))
     return result
 
 

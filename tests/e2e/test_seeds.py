@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.support import forks
-from tests.support.engine import DEMO, Call, Reply, ask, build, run
-from tests.support.requests import CODE, RUNNERS
+from tests.support.engine import DEMO, Call, Reply, build, run
+from tests.support.requests import CODE
 from vllm_mtpc.proposers.options.versions import keys_noise_by_draft
 
 KEY = "num_speculative_tokens_per_batch_size"
@@ -41,12 +41,12 @@ def calls() -> dict[str, Call]:
     }
 
 
-FAULTS = {"v1": ("noise of other tokens",), "v2": ("noise of the first row", "noise of drafts")}
+FAULTS = {"v1": "noise of other tokens", "v2": "noise of the first row"}
 APART = {"v1": "drafts of their own v1", "v2": "drafts of their own"}
 SIZES = {"max_num_seqs": 12, "max_model_len": 240, "block_size": 32}
 
 
-@pytest.fixture(scope="module", params=RUNNERS)
+@pytest.fixture(scope="module", params=["v1", "v2"])
 def outputs(request: pytest.FixtureRequest) -> dict[str, list[Reply]]:
     """Outputs of plain vLLM, of the head, and of the injected faults and block verification to the few."""
     runner = request.param
@@ -57,11 +57,11 @@ def outputs(request: pytest.FixtureRequest) -> dict[str, list[Reply]]:
     if runner == "v2":
         more = {"max_num_batched_tokens": 48}  # less than most prompts, and than all drafts of a batch
     more |= {**SIZES, "num_gpu_blocks_override": 16, "enable_prefix_caching": True}
-    spec = {KEY: SCHEDULE, **({"min_acceptance": 0} if runner == "v1" else {})}
-    asked, noted = list(calls().values()), "noted lengths v1" if runner == "v1" else "noted lengths"
+    spec = {KEY: SCHEDULE}
+    asked, noted = list(calls().values()), "noted drafts v1" if runner == "v1" else "noted states"
     engines = {"plain": build(DEMO, None, asked, **more), "head": build(DEMO, "btree", asked, noted, spec, **more)}
     few = calls()["few at once"]
-    for fault in (*FAULTS[runner], APART[runner]):
+    for fault in (FAULTS[runner], APART[runner]):
         engines[fault] = build(DEMO, "btree", [few], fault, spec, **more)
     if runner == "v2":
         block, asked = {"rejection_sample_method": "block", KEY: "off"}, [few, Call(few.prompts[:1], few.sampling[:1])]
@@ -70,11 +70,6 @@ def outputs(request: pytest.FixtureRequest) -> dict[str, list[Reply]]:
     return run(engines, runner)
 
 
-@pytest.mark.feature("seed: the text of plain vLLM", "exact")
-@pytest.mark.feature("seed: the same text in any batch", "exact")
-@pytest.mark.feature("n > 1", "exact")
-@pytest.mark.feature("preemption by recompute", "exact")
-@pytest.mark.feature("prefix caching", "exact", why="with hits counted")
 @pytest.mark.parametrize("name", list(calls()))
 def test_seeded_text_is_plain_vllms(outputs: dict[str, list[Reply]], name: str) -> None:
     at = list(calls()).index(name)
@@ -88,7 +83,7 @@ def test_other_noise_is_found_and_drafts_take_the_targets(outputs: dict[str, lis
     """With noise of their own drafts are kept less often, and the text is the same."""
     at = list(calls()).index("few at once")
     wanted, runner = outputs["plain"][at].tokens, "v2" if "block" in outputs else "v1"
-    assert all(outputs[name][0].tokens != wanted for name in FAULTS[runner])
+    assert outputs[FAULTS[runner]][0].tokens != wanted
     (apart,) = outputs[APART[runner]]
     assert apart.tokens == wanted
     kept = outputs["head"][at].accepted - outputs["head"][at - 1].accepted
@@ -97,7 +92,8 @@ def test_other_noise_is_found_and_drafts_take_the_targets(outputs: dict[str, lis
 
 def test_every_scenario_happened(outputs: dict[str, list[Reply]]) -> None:
     first, last = outputs["head"][0], outputs["head"][-1]
-    assert {drafts for reply in outputs["head"] for _, drafts in reply.recorded} >= {7, 3, 1, 0}
+    steps = [note for reply in outputs["head"] for note in reply.recorded]  # V2: of each request
+    assert {len(note["drafts"]) if isinstance(note, dict) else max(map(len, note)) for note in steps} >= {7, 3, 1, 0}
     assert last.metrics["vllm:num_preemptions"] > 0  # of all calls
     assert last.metrics["vllm:prefix_cache_hits"] > 0
     assert first.accepted > 0.2 * first.drafted
@@ -119,21 +115,3 @@ def test_block_verification_has_noise_of_each_step(outputs: dict[str, list[Reply
     used = drafted if keys_noise_by_draft() else verified
     assert len(used) > 3 and len(set(used)) == len(used) and {seed for seed, _ in used} == {0}
     assert verified == [] if keys_noise_by_draft() else set(verified) <= set(drafted)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("circuit", ["ff", "btree"])
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_coupling_accepts_almost_as_many_drafts(circuit: str, temperature: float) -> None:
-    """The table of docs/serving.md, of 40 texts without a seed. (1 - TV) / (1 + TV) is never below half of 1 - TV."""
-    calls = [ask([list((3 * CODE)[at : at + 60]) for at in range(40)], 40, temperature=temperature)]
-    sizes = {**SIZES, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 64}
-    engines = {
-        verify: build(DEMO, circuit, calls, spec={"verify": verify, KEY: "off"}, **sizes)
-        for verify in ("coupled", "rejection")
-    }
-    replies = run(engines, "v2", async_scheduling=False)
-    # every step of the target is counted
-    found = {verify: reply.accepted / reply.metrics["vllm:spec_decode_steps"] for verify, (reply,) in replies.items()}
-    print(f"{circuit}, T={temperature}: tokens/step - 1: {found}")
-    assert found["coupled"] > found["rejection"] / 2

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,11 +16,10 @@ import openai
 import psutil
 import pytest
 
-from benchmarks.ray_demo import wait
 from tests.support import forks
 from tests.support.engine import DEMO, TWO_RANKS, ask, build, run
 from tests.support.requests import COLUMNS, HEADS, SCHEMA, SPEC
-from vllm_mtpc.engine.server import Client, run_server
+from vllm_mtpc.engine.server import VllmServer, run_server
 from vllm_mtpc.errors import EngineFailed
 
 PROMPTS = [list(text) for text in (b"import os\n", b"def read(path):\n    ", b"class Node:\n", b"for i in range(")] * 2
@@ -31,7 +32,9 @@ TOOL = {"type": "function", "function": RECORD}
 NAMED = {"type": "function", "function": {"name": "record"}}
 
 
-def serve(folder: Path, runner: str, method: str, *words: str, **environment: str) -> AbstractContextManager[Client]:
+def serve(
+    folder: Path, runner: str, method: str, *words: str, **environment: str
+) -> AbstractContextManager[VllmServer]:
     size = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "4"]
     size += ["--kv-cache-memory-bytes", str(1 << 26)]
     spec = json.dumps({**SPEC[method], "model": str(DEMO / HEADS[method])})
@@ -40,7 +43,6 @@ def serve(folder: Path, runner: str, method: str, *words: str, **environment: st
 
 
 @pytest.mark.slow
-@pytest.mark.feature("data parallel", "exact")
 @pytest.mark.parametrize(("runner", "method"), COLUMNS)
 def test_both_engines_draft_and_text_is_plain_vllms(runner: str, method: str, tmp_path: Path) -> None:
     words, call = ["--data-parallel-size", "2", "--api-server-count", "1"], ask(PROMPTS, 48)
@@ -70,7 +72,6 @@ def answer(client: openai.OpenAI, **more: Any) -> tuple[list[int], str, str]:
     return whole.prompt_token_ids, text, arguments
 
 
-@pytest.mark.feature("chat, streaming, tool calls", "exact")
 @pytest.mark.parametrize(("runner", "method"), COLUMNS)
 def test_chat_streams_and_tool_calls_equal_plain(runner: str, method: str, tmp_path: Path) -> None:
     (tmp_path / "template.jinja").write_text(TEMPLATE)
@@ -94,6 +95,13 @@ def running() -> set[psutil.Process]:
     return {one for one in psutil.process_iter(["status"]) if one.info["status"] != psutil.STATUS_ZOMBIE}
 
 
+def wait(is_so: Callable[[], bool], log: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline, log.read_text(errors="replace")[-2000:]
+        time.sleep(0.2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "victim"), [(1, "EngineCore"), (2, "Worker_TP1")])
 def test_killed_process_fails_requests_and_ends_the_server(ranks: int, victim: str, tmp_path: Path) -> None:
@@ -101,14 +109,14 @@ def test_killed_process_fails_requests_and_ends_the_server(ranks: int, victim: s
     environment = TWO_RANKS | {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks)))}
     long = {"prompt": list(b"import os\n"), "max_tokens": 1000, "temperature": 0, "ignore_eos": True}
     with serve(tmp_path, "v1", "mtpc", *words, **environment) as client, ThreadPoolExecutor(2) as pool:
-        server = psutil.Process(client.process)
+        server = psutil.Process(client.process.pid)
         below = server.children(recursive=True)
         (process,) = [child for child in below if victim in "".join(child.cmdline())]
         asked = [pool.submit(client.complete, {"model": client.model_card()["id"], **long}) for _ in range(2)]
-        wait(lambda: client.acceptance().drafts > 20, PATIENCE_S, log=log)
+        wait(lambda: client.acceptance().drafts > 20, log)
         process.kill()
         for future in asked:
             with pytest.raises(EngineFailed):
                 future.result(timeout=PATIENCE_S)
-        wait(lambda: not {server, *below} & running(), PATIENCE_S, log=log)
+        wait(lambda: not {server, *below} & running(), log)
     assert "EngineDeadError" in log.read_text(errors="replace")

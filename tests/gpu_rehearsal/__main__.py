@@ -33,33 +33,30 @@ def rehearse(made: Any, args: argparse.Namespace, has_faults: bool) -> int:
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    engine = {"dtype": args.dtype, "max_num_seqs": args.seqs} | (COMPILED if args.compile else {}) | args.engine
+    engine = {"dtype": "bfloat16", "max_num_seqs": 6} | (COMPILED if args.compile else {}) | args.engine
     if args.ranks > 1:
         engine["tensor_parallel_size"] = args.ranks
     report = made.run(engine, args.spec, has_faults)
     name = Path(report.head).name + "-faults" * has_faults
     if args.json:
-        (args.json / f"{name}.json").write_text(report.to_json())
-    for one, count in sorted(report.findings.items(), key=lambda item: (not item[0].ours, item[0].kind)):
-        if one.matters:
-            print(f"{'*' if one.ours else ' '} {one.phase:12s} {one.kind:13s} {count:4d}  {one.what}  @ {one.where}")
-    drafts = sorted({(one.num_reqs, "+" * one.has_prompt, one.count, one.allocated) for one in report.drafts})
-    shown = ", ".join(f"{reqs}{more}: {count}, {size} B" for reqs, more, count, size in drafts)
-    print(f"drafts outside of graphs (requests, +: with prompts: GPU operations, new bytes): {shown}")
-    built = f"{report.variants} Triton variants, {report.compile_seconds:.1f} s of compiling"
-    print(f"{name}: {built}, {report.seconds:.1f} s in all; {report.error or 'done'}", flush=True)
+        (args.json / f"{name}.json").write_text(json.dumps(vars(report), indent=1))
+    for one in sorted(report.findings, key=lambda one: (not one["ours"], one["kind"])):
+        if one["matters"]:
+            shown = (str(one[key]) for key in ("phase", "kind", "count", "what", "where"))
+            print("* " if one["ours"] else "  ", "  ".join(shown), sep="")
+    drafts = sorted({(one["num_reqs"], "+" * one["has_prompt"], one["operations"]) for one in report.drafts})
+    shown = ", ".join(f"{reqs}{more}: {count}" for reqs, more, count in drafts)
+    print(f"GPU operations of drafts outside of graphs, by requests (+: with prompts): {shown}")
+    print(f"{name}: {report.error or 'done'}", flush=True)
     os._exit(bool(report.error or (report.serious and not has_faults)))  # vLLM's threads do not end by themselves
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu_rehearsal", description=__doc__)
     parser.add_argument("heads", nargs="+", metavar="HEAD", help="'plain', a packaged head's name, or a head's folder")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--seqs", type=int, default=8, help="max_num_seqs")
     parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel ranks, of which the first is rehearsed")
     parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="arguments of the engine")
     parser.add_argument("--spec", type=json.loads, default={}, metavar="JSON", help="keys of speculative_config")
-    parser.add_argument("--cubin", action="store_true", help="compile to machine code, not only to Triton's IR")
     parser.add_argument("--compile", action="store_true", help="trace the target with Dynamo, in vLLM's pieces")
     parser.add_argument("--faults", metavar="HEAD", help="rehearse this head too, with the faults of faults.py")
     parser.add_argument("--json", type=Path, metavar="FOLDER", help="write a report for each head")
@@ -69,7 +66,7 @@ def main() -> None:
 
     from tests.gpu_rehearsal.rehearsal import Rehearsal
 
-    make = Rehearsal.replace_modules(args.cubin)
+    make = Rehearsal.replace_modules()
     statuses = [rehearse(make(head), args, has_faults=False) for head in args.heads]
     statuses += [rehearse(make(args.faults), args, has_faults=True)] if args.faults else []
     sys.exit(max(statuses))

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import types
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -211,14 +211,12 @@ class Gpu(TorchDispatchMode):
 
     Attributes:
         python_ops: vLLM's own operations by name; they run as Python.
-        counts: operations since `counting` was set.
-        allocated: bytes of new GPU tensors since then.
+        operations: number of operations and launches.
     """
 
     def __init__(self, python_ops: dict[str, Callable[..., Any]]) -> None:
         super().__init__()
-        self.python_ops, self.counting = python_ops, False
-        self.counts, self.allocated = Counter[str](), 0
+        self.python_ops, self.operations = python_ops, 0
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -261,7 +259,7 @@ class Gpu(TorchDispatchMode):
             NOTES.add("nvrtc", f"{name} {tensors[0].dtype}")
         if func in COPIES and (copied := self._copied(func, args, kwargs)) is not None:
             return copied
-        return self._run(func, name, args, kwargs, tensors)
+        return self._run(func, name, args, kwargs)
 
     @staticmethod
     def _waits(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> bool:
@@ -287,28 +285,19 @@ class Gpu(TorchDispatchMode):
             return None
         if _storage(source) not in _PINNED and source.dim() and source.numel():
             NOTES.add("pageable copy", f"{func.name()} {list(source.shape)}")
-        self._count("copy")
+        self.operations += 1
         return fake_empty(source, dtype) if is_new else args[0]
 
-    def _count(self, name: str) -> None:
-        if self.counting:
-            self.counts[name] += 1
-
-    def _run(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+    def _run(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         if not func.is_view and not name.startswith(FREE):
-            self._count(name)
+            self.operations += 1
         try:
             with FAKE:
-                made = func(*args, **kwargs)
+                return func(*args, **kwargs)
         except Exception as error:
             if "device" in str(error).lower():
                 NOTES.add("device", f"{func.name()}: {str(error).splitlines()[0][:200]}")
             raise
-        if self.counting:
-            known = {_storage(tensor) for tensor in tensors}
-            new = {_storage(one): one for one in tree_leaves(made) if isinstance(one, FakeTensor)}
-            self.allocated += sum(one.untyped_storage().nbytes() for at, one in new.items() if at not in known)
-        return made
 
 
 def _pinned(tensor: Tensor) -> Tensor:

@@ -9,22 +9,6 @@ from typing import Any
 import torch
 
 
-def wait_for_item(speculator: Any) -> None:
-    speculator.first_pos[0].item()
-
-
-def copy_to_host(speculator: Any) -> None:
-    speculator.first_tokens.cpu()
-
-
-def make_tensor_on_device(speculator: Any) -> None:
-    torch.tensor([0, 1], device=speculator.device)
-
-
-def add_host_tensor(speculator: Any) -> None:
-    speculator.first_pos + torch.zeros(len(speculator.first_pos), dtype=torch.int64)
-
-
 def launch_with_host_tensor(speculator: Any) -> None:
     from vllm_mtpc.kernels.uniform.kernel import uniform
 
@@ -40,20 +24,20 @@ def launch_with_wrong_dtype(speculator: Any) -> None:
     apply_bad_words(ints.float(), row, ints, ints, row, ints, row, row, row.long(), row, 1)
 
 
-def compile_by_nvrtc(speculator: Any) -> None:
-    torch.special.ndtri(speculator.temperature)
-
-
-# Kind of the finding that each of them must lead to, and a part of its text.
-FAULTS: dict[Callable[[Any], None], tuple[str, str]] = {
-    wait_for_item: ("wait", "_local_scalar_dense"),
-    copy_to_host: ("wait", "_to_copy to the host"),
-    make_tensor_on_device: ("pageable copy", "torch.tensor(.., device=cuda)"),
-    add_host_tensor: ("device", "aten::add.Tensor"),
-    launch_with_host_tensor: ("device", "seed_ptr is a tensor of the host"),
-    launch_with_wrong_dtype: ("type", "_bad_words_kernel"),
-    compile_by_nvrtc: ("nvrtc", "special_ndtri"),
-}
+# The fault, the kind of the finding that it must lead to, and a part of the finding's text
+FAULTS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
+    "item": (lambda made: made.first_pos[0].item(), "wait", "_local_scalar_dense"),
+    "copy to the host": (lambda made: made.first_tokens.cpu(), "wait", "_to_copy to the host"),
+    "tensor made on the device": (
+        lambda made: torch.tensor([0, 1], device=made.device), "pageable copy", "torch.tensor(.., device=cuda)"
+    ),
+    "sum with the host": (
+        lambda made: made.first_pos + torch.zeros(len(made.first_pos), dtype=torch.int64), "device", "aten::add.Tensor"
+    ),
+    "launch with a tensor of the host": (launch_with_host_tensor, "device", "seed_ptr is a tensor of the host"),
+    "launch with a wrong dtype": (launch_with_wrong_dtype, "type", "_bad_words_kernel"),
+    "NVRTC": (lambda made: torch.special.ndtri(made.temperature), "nvrtc", "special_ndtri"),
+}  # fmt: skip
 
 
 def inject(speculator: Any) -> None:
@@ -61,7 +45,7 @@ def inject(speculator: Any) -> None:
     draft_step = speculator._draft_step
 
     def faulty_step(*args: Any, **kwargs: Any) -> None:
-        for fault in FAULTS:
+        for fault, *_ in FAULTS.values():
             with contextlib.suppress(Exception):
                 fault(speculator)
         draft_step(*args, **kwargs)

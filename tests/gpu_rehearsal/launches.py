@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import time
 import types
-from collections import Counter
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -37,11 +34,11 @@ class Pointer:
 
 
 class Launches:
-    """Binds launches and compiles new variants; to machine code (`to_cubin`) or to Triton's first representation."""
+    """Binds launches and compiles new variants to Triton's first representation."""
 
-    def __init__(self, gpu: Gpu, to_cubin: bool) -> None:
-        self.gpu, self.to_cubin = gpu, to_cubin
-        self.counts, self.seconds = Counter[str](), dict[Any, float]()
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self.compiled = set[Any]()
 
     def replace_triton(self) -> None:
         properties = {"multiprocessor_count": 132, "max_shared_mem": 232448, "warpSize": 32, "max_num_regs": 65536}
@@ -59,38 +56,34 @@ class Launches:
         JITFunction.run = lambda kernel, *args, grid, warmup, **kwargs: launches.launch(kernel, args, kwargs)
 
     def launch(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.counts[kernel.__name__] += 1
-        self.gpu._count("triton")
+        self.gpu.operations += 1
         kwargs["debug"] = False
         for name, value in (("instrumentation_mode", ""), ("fpsan_homomorphic_casts", None)):
             if hasattr(knobs.compilation, name):
                 kwargs[name] = getattr(knobs.compilation, name, value)
         for name, value in (dict(zip(kernel.arg_names, args, strict=False)) | kwargs).items():
-            if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+            parts = value if isinstance(value, tuple) else (value,)
+            if any(isinstance(part, Tensor) and not isinstance(part, FakeTensor) for part in parts):
                 NOTES.add("device", f"kernel {kernel.__name__}: {name} is a tensor of the host")
         args = tuple(map(_pointer, args))
         kwargs = {name: _pointer(value) for name, value in kwargs.items()}
         _, keys, _, backend, binder = kernel.device_caches[0]
         bound, specialization, options = binder(*args, **kwargs)
         key = kernel.__name__, compute_cache_key(keys, specialization, options)
-        if key in self.seconds:
+        if key in self.compiled:
             return
-        begun = time.time()
+        self.compiled.add(key)
         options, signature, constants, attributes = kernel._pack_args(backend, kwargs, bound, specialization, options)
         try:
             self._compile(ASTSource(kernel, signature, constants, attributes), options, backend)
         except Exception as error:
             NOTES.add("type", f"{kernel.__name__}: {str(error).strip().splitlines()[-1][:300]}")
-        self.seconds[key] = time.time() - begun
         if NOTES.phase in SERVING:
             types_ = " ".join(str(one[0]) for one in specialization)
             NOTES.add("compile", f"{kernel.__name__}: {types_[:160]}", ours="vllm_mtpc" in kernel.fn.__module__)
 
     def _compile(self, source: ASTSource, options: Any, backend: Any) -> None:
         with _disable_current_modes():
-            if self.to_cubin:
-                triton.compile(source, target=TARGET, options=options.__dict__)
-                return
             from triton._C.libtriton import ir
 
             context = ir.context()
@@ -101,4 +94,6 @@ class Launches:
 
 
 def _pointer(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return type(value)(*map(_pointer, value))
     return Pointer(value) if isinstance(value, torch.Tensor) else value

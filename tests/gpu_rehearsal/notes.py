@@ -6,10 +6,6 @@ import traceback
 from collections import Counter
 from dataclasses import dataclass
 
-PHASES = (
-    *("import", "config", "load", "profile", "graph memory", "kv cache", "warm-up", "capture", "step", "done"),
-    "in graph",  # while a CUDA graph is captured
-)
 # A user notices these in every phase: the engine does not start, or starts only on some installations.
 ALWAYS = ("device", "type", "nvrtc", "graph")
 SERVING = ("step", "in graph")
@@ -22,7 +18,7 @@ class Finding:
     """One kind of event at one place.
 
     Attributes:
-        phase: of `PHASES`.
+        phase: "load", "profile", "capture", "step" and others; "in graph" while a CUDA graph is captured.
         kind: "device", "type", "wait", "pageable copy", "compile", "nvrtc" or "graph" (of what a graph cannot hold).
         what: the operation.
         where: the innermost frame, then up to two frames of this package.
@@ -44,7 +40,7 @@ class Notes:
     """The findings of a run, with their number."""
 
     def __init__(self) -> None:
-        self.phase, self.found = PHASES[0], Counter[Finding]()
+        self.phase, self.found = "import", Counter[Finding]()
 
     def add(self, kind: str, what: str, ours: bool | None = None) -> None:
         """Note an event here; `ours`: whose it is, by default this package's if one of its frames is in the stack."""

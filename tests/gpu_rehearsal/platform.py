@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from tests.gpu_rehearsal.device import CUDA, PROPERTIES, Gpu, fake_empty, is_mixed
-from tests.gpu_rehearsal.launches import Launches
 from tests.gpu_rehearsal.notes import NOTES
 
 HALF = (torch.float16, torch.bfloat16)
@@ -22,8 +21,8 @@ HALF = (torch.float16, torch.bfloat16)
 class Operation:
     """An operation of vLLM's CUDA build that the CPU build lacks; it fills an argument."""
 
-    def __init__(self, name: str, launches: Launches) -> None:
-        self.__name__, self.launches = name, launches
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
 
     @property
     def default(self) -> Operation:
@@ -35,7 +34,6 @@ class Operation:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_mixed(tree_leaves((args, kwargs))):
             NOTES.add("device", f"_C.{self.__name__} receives a tensor of the host")
-        self.launches.counts[f"_C.{self.__name__}"] += 1
         if self.__name__ == "weak_ref_tensor":
             return args[0]
         return False if "support" in self.__name__ else None
@@ -54,7 +52,7 @@ class NoPasses:
         return "none"
 
 
-def _replace_operations(launches: Launches) -> None:
+def _replace_operations() -> None:
     get = torch._ops._OpNamespace.__getattr__
 
     def get_operation(self: Any, name: str) -> Any:
@@ -64,7 +62,7 @@ def _replace_operations(launches: Launches) -> None:
             in_module = sys._getframe(1).f_code.co_name == "<module>"  # an import that asks whether it exists
             if name.startswith("__") or in_module or not self.name.startswith(("_C", "_moe_C")):
                 raise
-            return Operation(name, launches)
+            return Operation(name)
 
     torch._ops._OpNamespace.__getattr__ = get_operation
     for name in ("vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch"):
@@ -74,10 +72,9 @@ def _replace_operations(launches: Launches) -> None:
     sys.modules[passes.__name__] = passes
 
 
-def _flash_attention(launches: Launches) -> types.ModuleType:
+def _flash_attention(gpu: Gpu) -> types.ModuleType:
     def check(function: str, kwargs: dict[str, Any]) -> None:
-        launches.counts[function] += 1
-        launches.gpu._count(function)
+        gpu.operations += 1
         for name, value in kwargs.items():
             if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
                 NOTES.add("device", f"{function}: {name} is a tensor of the host")
@@ -106,10 +103,10 @@ def _flash_attention(launches: Launches) -> types.ModuleType:
     return module
 
 
-def replace_platform(gpu: Gpu, launches: Launches) -> None:
+def replace_platform(gpu: Gpu) -> None:
     """Make vLLM, which is imported here, choose its CUDA platform."""
-    _replace_operations(launches)
-    flash = _flash_attention(launches)
+    _replace_operations()
+    flash = _flash_attention(gpu)
     sys.modules |= dict.fromkeys(("vllm.vllm_flash_attn", "vllm.vllm_flash_attn.flash_attn_interface"), flash)
     import vllm.platforms
     from triton.backends import backends

@@ -6,7 +6,6 @@ import gc
 import json
 import sys
 import tempfile
-import time
 import traceback
 import types
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from torch import nn
 from tests.gpu_rehearsal import faults
 from tests.gpu_rehearsal.device import CUDA, Gpu, Graph, replace_torch_cuda
 from tests.gpu_rehearsal.launches import Launches
-from tests.gpu_rehearsal.notes import NOTES, Finding
+from tests.gpu_rehearsal.notes import NOTES
 from tests.gpu_rehearsal.platform import replace_platform, replace_ranks
 
 KV_BYTES = 1 << 28
@@ -40,98 +39,65 @@ ENGINE: dict[str, Any] = {
 
 
 @dataclass
-class Draft:
-    """The GPU work of one call of `propose` outside of CUDA graphs.
+class Report:
+    """The result of a rehearsal.
 
     Attributes:
-        num_reqs: requests of the batch.
-        has_prompt: whether it has more rows than verification of K drafts has.
-        operations: number of operations and launches by name.
-        allocated: bytes of new tensors.
+        findings: as `Finding`, with `matters` and `count`.
+        drafts: of each call of `propose` outside of CUDA graphs `num_reqs`, `has_prompt` (more rows than verification
+            of K drafts has) and `operations` on the GPU.
+        error: None, or why it ended early.
     """
 
-    num_reqs: int
-    has_prompt: bool
-    operations: dict[str, int]
-    allocated: int
-
-    @property
-    def count(self) -> int:
-        return sum(self.operations.values())
-
-
-@dataclass
-class Report:
-    """The result of a rehearsal; `error`: None, or why it ended early."""
-
     head: str
-    findings: dict[Finding, int] = field(default_factory=dict)
-    drafts: list[Draft] = field(default_factory=list)
-    variants: int = 0
-    compile_seconds: float = 0.0
-    seconds: float = 0.0
+    findings: list[dict[str, Any]] = field(default_factory=list)
+    drafts: list[dict[str, Any]] = field(default_factory=list)
     error: str | None = None
 
     @property
-    def serious(self) -> dict[Finding, int]:
+    def serious(self) -> list[dict[str, Any]]:
         """The findings of this package that a user of a GPU would notice."""
-        return {one: count for one, count in self.findings.items() if one.ours and one.matters}
+        return [found for found in self.findings if found["ours"] and found["matters"]]
 
     @property
     def most_operations(self) -> int:
         """The most GPU operations of a draft outside of graphs, in steps without prompts."""
-        return max((draft.count for draft in self.drafts if not draft.has_prompt), default=0)
-
-    def to_json(self) -> str:
-        findings = [asdict(one) | {"count": count} for one, count in self.findings.items()]
-        drafts = [asdict(draft) for draft in self.drafts]
-        return json.dumps(vars(self) | {"findings": findings, "drafts": drafts}, indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> Report:
-        given = json.loads(text)
-        counts = [one.pop("count") for one in given["findings"]]
-        given["findings"] = dict(zip([Finding(**one) for one in given["findings"]], counts, strict=True))
-        given["drafts"] = [Draft(**one) for one in given["drafts"]]
-        return cls(**given)
+        return max((draft["operations"] for draft in self.drafts if not draft["has_prompt"]), default=0)
 
 
 class Rehearsal:
     """One engine; the modules that `replace_modules` replaced hold its GPU, so a process can rehearse once."""
 
     def __init__(self, gpu: Gpu, launches: Launches, head: str) -> None:
-        self.begun, self.report, self.gpu, self.launches = time.time(), Report(head), gpu, launches
+        self.report, self.gpu, self.launches = Report(head), gpu, launches
 
     @classmethod
-    def replace_modules(cls, to_cubin: bool) -> Callable[[str], Rehearsal]:
+    def replace_modules(cls) -> Callable[[str], Rehearsal]:
         """Replace torch.cuda, Triton's launches and vLLM's platform; return the function that makes a rehearsal."""
         gpu = Gpu({})
-        launches = Launches(gpu, to_cubin)
+        launches = Launches(gpu)
         replace_torch_cuda()
         launches.replace_triton()
-        replace_platform(gpu, launches)
+        replace_platform(gpu)
         for module in IMPORTED:  # once for all rehearsals, which are forks
             import_module(module)
         return partial(cls, gpu, launches)
 
-    def run(self, engine: dict[str, Any], spec: dict[str, Any], fault: bool) -> Report:
+    def run(self, engine: dict[str, Any], spec: dict[str, Any], has_faults: bool) -> Report:
         try:
-            self._run(engine, spec, fault)
+            self._run(engine, spec, has_faults)
         except Exception as error:
             self.report.error = f"{type(error).__name__}: {error}"[:2000]
             traceback.print_exc()
-        compiled = self.launches.seconds
-        self.report.findings = dict(NOTES.found)
-        self.report.variants, self.report.compile_seconds = len(compiled), sum(compiled.values())
-        self.report.seconds = time.time() - self.begun
+        found = NOTES.found.items()
+        self.report.findings = [asdict(one) | {"matters": one.matters, "count": count} for one, count in found]
         return self.report
 
     def _phase(self, name: str) -> None:
         NOTES.phase = name
-        done = f"{sum(self.launches.counts.values())} launches, {len(self.launches.seconds)} Triton variants"
-        print(f"[{time.time() - self.begun:5.1f} s] {name}; {done}", file=sys.stderr, flush=True)
+        print(f"{name} ({len(self.launches.compiled)} Triton variants)", file=sys.stderr, flush=True)
 
-    def _run(self, engine: dict[str, Any], spec: dict[str, Any], fault: bool) -> None:
+    def _run(self, engine: dict[str, Any], spec: dict[str, Any], has_faults: bool) -> None:
         self._phase("config")
         ranks = engine.get("tensor_parallel_size", 1)
         if ranks > 1:
@@ -146,7 +112,7 @@ class Rehearsal:
             ensure_model_parallel_initialized(ranks, 1)
             init_workspace_manager(CUDA, 1, 1)
             runner = self._load(config)
-            if fault:
+            if has_faults:
                 faults.inject(runner.speculator)
             self._prepare(runner, config)
             self._decode(runner, config)
@@ -178,9 +144,10 @@ class Rehearsal:
         layerwise.capture_layer_to_meta = lambda layer: ({}, {})
         AutoWeightsLoader.load_weights = lambda *_, **__: set()
         if config.speculative_config is not None:
-            from vllm_mtpc.proposers.patches.patch import apply, derived
+            from vllm_mtpc.proposers.patches.patch import apply
             from vllm_mtpc.proposers.patches.vllm_patches import init_speculator
             from vllm_mtpc.proposers.v2.model_runner_v2 import HeadModelRunner
+            from vllm_mtpc.proposers.worker.derive import derived
 
             apply(init_speculator)
         runner = GPUModelRunner(config, CUDA)
@@ -238,21 +205,31 @@ class Rehearsal:
             if count <= most:
                 config.scheduler_config.max_num_seqs = count
                 warmup_kernels(*step)
+        for num_drafts, at_once in getattr(runner.speculator, "rows_at_once", {}).items():
+            for count in {1, 2, 16, 17} & {*range(min(most, at_once) + 1)}:
+                self._draft(runner.speculator, count, num_drafts)
         self._phase("done")
+
+    def _draft(self, made: Any, count: int, num_drafts: int) -> None:
+        """Draft for a batch of this size, and again with masks where grammars mask drafts.
+
+        Not for a single draft: its first one under a grammar compiles `choose` for a stride of 1.
+        """
+        index = torch.arange(count, device=CUDA)
+        masks = index.new_zeros((count, num_drafts, -(-made.model.vocab_size // 32)), dtype=torch.int32)
+        is_masked = made.structured is not None and num_drafts > 1
+        for rows, bits in ((slice(count), None), (index, masks))[: 1 + is_masked]:
+            written = made.draft_tokens[rows, :num_drafts], made.draft_token_confidence_probs[rows, :num_drafts]
+            made._sample(*made._draft_params(rows, num_drafts), rows, *written, bits)
 
     def _counted(self, propose: Callable[..., Any], rows: int) -> Callable[..., Any]:
         def counted(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-            gpu = self.gpu
-            gpu.counts.clear()
-            gpu.allocated, gpu.counting = 0, True
-            try:
-                return propose(input_batch, *args, **kwargs)
-            finally:
-                gpu.counting = False
-                if NOTES.phase == "step":
-                    has_prompt = input_batch.num_tokens > rows * input_batch.num_reqs
-                    draft = Draft(input_batch.num_reqs, has_prompt, dict(gpu.counts), gpu.allocated)
-                    self.report.drafts.append(draft)
+            before, num_reqs = self.gpu.operations, input_batch.num_reqs
+            drafts = propose(input_batch, *args, **kwargs)
+            if NOTES.phase == "step":
+                draft = {"num_reqs": num_reqs, "has_prompt": input_batch.num_tokens > rows * num_reqs}
+                self.report.drafts.append(draft | {"operations": self.gpu.operations - before})
+            return drafts
 
         return counted
 

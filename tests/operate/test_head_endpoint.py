@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,16 +17,20 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.testclient import TestClient
 
+from tests.operate.test_dashboard import EXPRESSIONS
 from vllm_mtpc import demo
 from vllm_mtpc.engine import server
-from vllm_mtpc.proposers.options import engine_checks  # noqa: F401  vLLM's configuration before its entry points
+from vllm_mtpc.proposers.options import refusals  # noqa: F401  vLLM's configuration before its entry points
 from vllm_mtpc.proposers.patches.endpoint import PATH, HeadEndpoint
 
 KEY = "a-key"
 PROMPT = "def read(path):\n    "
 
 
-class Asking(server.Client):
+class Asking:
+    def __init__(self, url: str) -> None:
+        self.url = url
+
     def send(self, path: str, body: Any, key: str | None = KEY) -> tuple[int, Any]:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         content = body if isinstance(body, bytes) else json.dumps(body)
@@ -45,7 +50,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asking]:
     log = tmp_path_factory.mktemp("endpoint") / "server.log"
     environment = {"MTPC_ALLOW_HEAD_SWAP": "1", "VLLM_API_KEY": KEY}
     with server.run_server(words, log, environment=environment) as made:
-        yield Asking(made.port)
+        yield Asking(made.url)
 
 
 @pytest.fixture(scope="module")
@@ -95,15 +100,21 @@ def test_it_asks_for_the_key(client: Asking) -> None:
 
 
 def test_drafts_of_one_request(client: Asking, plain: str) -> None:
-    for drafts in (2, 7):
-        status, answer = client.answer(vllm_xargs={"mtpc_drafts": drafts})
-        assert status == 200 and answer["choices"][0]["text"] == plain
-    for bad in (-1, 8, "many", 1.5):
-        status, answer = client.answer(vllm_xargs={"mtpc_drafts": bad})
-        assert status == 400 and "mtpc_drafts=" in answer["error"]["message"], answer
+    status, answer = client.answer(vllm_xargs={"mtpc_drafts": 2})
+    assert status == 200 and answer["choices"][0]["text"] == plain
     chat = {"model": "m", "messages": [{"role": "user", "content": "a"}], "vllm_xargs": {"mtpc_drafts": 99}}
     status, answer = client.send("/v1/chat/completions", chat)
     assert status == 400 and "mtpc_drafts=99" in answer["error"]["message"], answer
+
+
+def test_every_metric_of_board_and_rules_is_exported(client: Asking) -> None:
+    for more in ({"temperature": 1.0}, {"structured_outputs": {"regex": "[a-z]{40,48}"}, "ignore_eos": False}):
+        assert client.answer(max_tokens=48, **more)[0] == 200
+    text = httpx.get(f"{client.url}/metrics", timeout=60).text
+    names = {name for expression in EXPRESSIONS for name in re.findall(r"\bvllm(?:_mtpc)?:\w+(?![\w:])", expression)}
+    assert len(names) > 8 and not [name for name in names if f"\n{name}{{" not in text]
+    for label in ('by="schedule"', 'by="request"', 'request="greedy"', 'request="sampled"', 'request="structured"'):
+        assert re.search(rf"\n\S+{label}\S* [1-9]", text), label
 
 
 def test_without_permission_there_is_no_such_place() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.configs import write_head
+from tests.support.configs import engine_config, write_head
 from tests.support.models import make_ptp_head, make_target
 
 BACKBONE = {"head": "backbone", "component_rank": 2, "backbone_layers": 1, "backbone_kv_heads": 2}
@@ -25,14 +26,15 @@ HEADS: dict[str, dict[str, Any]] = {  # settings of write_head: btree, window 5,
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `target` and heads for it: HEADS, o-ptp, late; `vocab` and `hidden` are for other targets."""
+    """A folder with `target`, heads for it (HEADS, o-ptp, late, damaged), and `vocab` of another target."""
     folder = tmp_path_factory.mktemp("made")
     target = make_target(folder / "target", vocab_size=32, seed=0)
     config = target.config.to_dict()
     for name, settings in HEADS.items():
         write_head(folder / name, config, **settings)
+    damaged = Path(shutil.copytree(folder / "head", folder / "damaged")) / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-8])
     write_head(folder / "vocab", {**config, "vocab_size": 33})
-    write_head(folder / "hidden", {**config, "hidden_size": 96})
     for variant in ("o-ptp", "late"):
         make_ptp_head(folder / variant, target, variant, window=5)
     return folder
@@ -42,3 +44,20 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def place(made: Path, tmp_path: Path) -> Path:
     """A copy that a test may damage."""
     return Path(shutil.copytree(made, tmp_path / "copy"))
+
+
+def rewrite(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def set_runner(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+    import vllm.config.vllm
+
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(version - 1))
+    monkeypatch.setattr(vllm.config.vllm, "HAS_TRITON", True)  # required by a V2 config; nothing runs here
+
+
+def configured(place: Path, head: str = "head", engine: dict[str, Any] | None = None, /, **options: Any) -> Any:
+    """Return the configuration of an engine with this head and these options of `speculative_config`."""
+    method = "ptp" if head in ("o-ptp", "late") else "mtpc"
+    return engine_config(place / "target", {"method": method, "model": str(place / head), **options}, **(engine or {}))

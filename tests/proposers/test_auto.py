@@ -10,18 +10,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.configs import engine_config
 from vllm_mtpc.checkpoint.locate import bundled_heads, find_head
-from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import CheckpointError, MtpcError
 from vllm_mtpc.proposers.options import switches
 from vllm_mtpc.proposers.options.switches import AUTO
 from vllm_mtpc.proposers.patches.vllm_patches import find_bundled_head, find_folder, maybe_override_with_speculators
 
 Lines = list[str]
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -159,18 +156,6 @@ def test_a_repository_in_the_hubs_cache(made: Path, target: Path, monkeypatch: p
     assert find_folder("s3://bucket/model.gguf", None) is None  # no repository's name
 
 
-def test_a_trained_head_is_bundled_by_where_it_is_written(target: Path, tmp_path: Path) -> None:
-    """`train --out TARGET/mtpc` needs nothing else: the head names its target by a relative path."""
-    from vllm_mtpc.cli import main
-
-    (tmp_path / "ids.jsonl").write_text(json.dumps({"prompt_ids": [1, 2, 3], "response_ids": [4, 5, 6] * 40}) + "\n")
-    out = target / "mtpc"
-    words = ["train", "--target", str(target), "--data", str(tmp_path / "ids.jsonl"), "--out", str(out), "--dry-run"]
-    assert main([*words, "--circuit", "ff", "--window", "4", "--seq-len", "64"]) == 0
-    assert spec_of(target).model_folder == str(out)
-    assert spec_of(out).model_folder == str(out)  # vllm serve HEAD finds the target around it
-
-
 def override(target: str) -> Any:
     """vLLM's override for `vllm serve HEAD`, with a head that names this target."""
 
@@ -195,15 +180,3 @@ def test_target_of_a_head_on_the_hub_is_a_name_there(
     with pytest.raises(CheckpointError, match=f"names the target {target!r}") as caught:
         override(target)("someone/head", revision=None)
     assert "vllm serve TARGET --speculative-config" in str(caught.value) and len(str(caught.value)) < 500
-
-
-def test_a_head_that_was_moved_says_what_to_type(tmp_path: Path) -> None:
-    """vLLM's own words would be "Invalid repository ID"."""
-    target = {"vocab_size": 5, "hidden_size": 8}
-    config = HeadConfig.create(circuit="cp", window=4, num_components=2, target=target, verifier="../qwen")
-    (tmp_path / "config.json").write_text(config.to_json())
-    with pytest.raises(CheckpointError) as caught:
-        override("../qwen")(str(tmp_path))
-    text = str(caught.value)
-    assert "names the target '../qwen'" in text and f"no folder {tmp_path.parent / 'qwen'}" in text
-    assert f'vllm serve TARGET --speculative-config \'{{"method": "mtpc", "model": "{tmp_path}"}}\'' in text

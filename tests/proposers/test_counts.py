@@ -6,7 +6,6 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
-import prometheus_client
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
@@ -88,30 +87,3 @@ def test_the_log_says_tokens_per_step_once_a_minute(monkeypatch: pytest.MonkeyPa
     assert "last 60 s: 1.00 tokens/step over all 3 steps, without" in line
     assert line.endswith("pruned by schedule 100%; trials of other numbers cost 0.5%")
     assert log_after(60) == []
-
-
-@pytest.mark.parametrize(("method", "counted"), [("mtpc", 10), ("ngram", None)])
-def test_prometheus_counts(method: str, counted: int | None) -> None:
-    from vllm.v1.metrics.loggers import PrometheusStatLogger
-
-    registry = prometheus_client.CollectorRegistry()
-
-    class Prom(PrometheusStatLogger._spec_decoding_cls):
-        @staticmethod
-        def _counter_cls(*args: Any, **kwargs: Any) -> prometheus_client.Counter:
-            return prometheus_client.Counter(*args, **kwargs, registry=registry)
-
-    spec = SimpleNamespace(method=method, num_speculative_tokens=2)
-    prom = Prom(spec, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]}, is_diffusion=False)
-    for engine in (0, 0, 1):
-        stats = SpecDecodingStats.new(2)
-        counts.append_counts(stats, {"steps": 5, "budget": 3})
-        prom.observe(stats, engine)
-    of = {"model_name": "m", "engine": "0"}
-    assert registry.get_sample_value("vllm:spec_decode_steps_total", of) == counted
-    pruned = {
-        name: registry.get_sample_value("vllm:spec_decode_drafts_pruned_total", {**of, "by": name})
-        for name in counts.PRUNED_BY
-    }
-    assert pruned == {name: counted and (6 if name == "budget" else 0) for name in counts.PRUNED_BY}
-    assert registry.get_sample_value("vllm:spec_decode_num_drafts_total", of) == 0

@@ -1,24 +1,19 @@
-"""Rows that are drafted at once, at toy size; the paths that drafts take."""
+"""Rows that are drafted at once, at toy size, and the paths that drafts take.
+
+`tests/e2e/test_matrix.py` compares replayed drafts with others, `test_swap.py` those of a swapped head.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from tests.support import forks
 from tests.support.speculators import Setting, batch, drafted, made_heads, speculator
-from vllm_mtpc.config.mtpc_config import HeadConfig
-from vllm_mtpc.heads import build_head
-from vllm_mtpc.kernels.shard import Shard
-from vllm_mtpc.plan.draft_schedule import expand_schedule
-from vllm_mtpc.proposers.options import draft_memory
-from vllm_mtpc.proposers.options.draft_memory import gathered_rows, rows_at_once
 
 SCHEDULE = [(1, 2, 4), (3, 12, 1), (13, 13, 0)]
 BATCH, VOCAB, DRAFTS = 24, 96, 4
@@ -99,31 +94,3 @@ def test_kernel_drafts_the_same_in_chunks_and_blocks(places: dict[str, Path]) ->
         assert torch.equal(tokens, same_tokens) and len(tokens.unique()) > 4, (name, path)
         for ours, theirs in zip(numbers, same_numbers, strict=True):
             torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0)  # float32 sums in another order
-
-
-def test_planned_numbers_of_drafts_have_rows_of_their_own() -> None:
-    head = SimpleNamespace(
-        leaf_shard=None, circuit=SimpleNamespace(num_components=2), vocab_size=96, component_rank=None
-    )
-    assert rows_at_once(head, [0, 7, 7, 3], 7, torch.float32, arms=(0, 1, 3, 7)) == {3: 3, 7: 2, 1: 3}
-
-
-@pytest.mark.parametrize("size", [2, 8])
-@pytest.mark.parametrize(("options", "gathers"), [({}, 2), ({"component_rank": 16}, 8), ({"token_rank": 32}, 2)])
-def test_small_batches_gather_logits_and_large_ones_divide(size: int, options: dict[str, int], gathers: int) -> None:
-    sizes = {"circuit": "btree", "window": 8, "num_components": 8, "head": "shared", **options}
-    with torch.device("meta"):
-        head = build_head(HeadConfig.create(**sizes, target={"hidden_size": 64, "vocab_size": 128_256}, verifier="x"))
-    assert gathered_rows(head, 7, torch.bfloat16, True) == 0  # one rank
-    head.bind_lm_head(torch.clone, Shard(0, size, 128_256, torch.clone))
-    assert gathers <= gathered_rows(head, 7, torch.bfloat16, True) < 256
-    assert 1 <= gathered_rows(head, 7, torch.bfloat16, False) < 256
-    with mock.patch.object(draft_memory, "LOGITS_BYTES", 1):
-        assert gathered_rows(head, 7, torch.bfloat16, True) == 0
-
-
-@pytest.mark.parametrize("ranges", [SCHEDULE, [(1, 8, 7), (16, 20, 3)], [(1, 1, 5)], [(1, 50, 4), (51, 60, 0)]])
-@pytest.mark.parametrize("largest", [1, 2, 15, 55])
-def test_drafts_by_batch_equal_those_of_vllm(ranges: list[tuple[int, int, int]], largest: int) -> None:
-    assert expand_schedule(ranges, largest, 7)[1:] == build_dynamic_sd_schedule_lookup(ranges, largest, 7)[1:]
-    assert expand_schedule(None, largest, 7)[1:] == [7] * largest

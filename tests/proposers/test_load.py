@@ -9,30 +9,27 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
 from tests.support import forks
 from tests.support.configs import engine_config
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint import load_head, save_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
-from vllm_mtpc.heads import build_head, linear
-from vllm_mtpc.proposers.worker import load
+from vllm_mtpc.heads import build_head
+from vllm_mtpc.proposers.v2.hosted import SPECULATORS, hosted_class
 from vllm_mtpc.proposers.worker.load import load_served_head
 
 V, D = 7, 8
 CPU = torch.device("cpu")
-CUDA = {f"is_{name}": lambda: False for name in ("rocm", "cpu", "tpu", "xpu", "out_of_tree")}
 FIRST = torch.tensor([6, 0, 3])
 HEADS: dict[str, dict[str, Any]] = {
     "head": {"method": "mtpc"},
@@ -77,21 +74,6 @@ def save(folder: Path, head: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("target_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("head_dtype", [torch.float32, torch.bfloat16])
-def test_a_head_that_needs_one_reads_the_targets_lm_head(tmp_path: Path, target_dtype, head_dtype) -> None:
-    target = FakeTarget(target_dtype)
-    head = load_served_head(str(save(tmp_path, "shared")), head_dtype, CPU, target, target_dtype, "auto", 3)
-    hidden = torch.randn(3, D).to(head_dtype)
-    leaf = head(hidden, 3).leaf
-    assert leaf.shape == (3, 3, 2, V) and leaf.dtype == torch.float32
-    assert [(tuple(states.shape), states.dtype) for states in target.seen] == [((3 * 3 * 2, D), target_dtype)]
-    _, same = load_head(tmp_path, head_dtype)
-    same.bind_lm_head(lambda states: target.lm_head(states.to(target_dtype)))
-    assert torch.equal(leaf, same(hidden, 3).leaf)
-    assert not any(name.startswith("lm_head") for name, _ in head.named_parameters())
-
-
 def served(folder: Path, dtype: torch.dtype, head_dtype: str = "auto") -> nn.Module:
     return load_served_head(str(folder), dtype, CPU, FakeTarget(torch.float32), torch.float32, head_dtype, 2)
 
@@ -108,83 +90,6 @@ def test_the_head_has_the_dtype_that_is_asked_for(tmp_path: Path, head_dtype: st
     # the same products, of weights laid out in another way: one rounding of logits below 0.1
     torch.testing.assert_close(params.leaf, same.leaf, rtol=0, atol=1e-3)
     torch.testing.assert_close(params.evidence, same.evidence, rtol=0, atol=1e-3)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rank, rows", [(0, 2), (2, 2), (3, 1)])
-def test_large_unembeddings_are_divided_over_ranks(tmp_path: Path, monkeypatch, dtype, rank: int, rows: int) -> None:
-    seen: list[torch.Tensor] = []
-    monkeypatch.setattr(load, "_num_ranks", lambda: 4)
-    monkeypatch.setattr(load, "get_tensor_model_parallel_rank", lambda: rank)
-    monkeypatch.setattr(load, "_gather", lambda own: seen.append(own) or torch.cat([own] * 4))
-    folder, bytes_needed = save(tmp_path, "linear"), 4 * 2 * V * D * dtype.itemsize
-    monkeypatch.setitem(linear.SHARD_BYTES, "cpu", bytes_needed)
-    head = served(folder, dtype)
-    params = head.draft_params(torch.randn(3, D), FIRST, 2)
-    own = 2 * 2 * 4 // dtype.itemsize + 2 * 2 * 2  # two float32 numbers per component, then K r rows of logits
-    assert [tuple(part.shape) for part in seen] == [(3, own)], "one gather of equal sizes"
-    assert params.leaf.shape == (3, 2, 2, V) and params.evidence.shape == (3, 2)
-    logits = seen[0][:, 2 * 2 * 4 // dtype.itemsize :].view(3, 2, 2, 2)
-    assert (logits[..., rows:] == 0).all() and (logits[..., :rows] != 0).all(), "rows of this rank, filled up"
-    monkeypatch.setitem(linear.SHARD_BYTES, "cpu", bytes_needed + 1)
-    served(folder, dtype).draft_params(torch.randn(3, D), FIRST, 2)
-    assert len(seen) == 1, "small ones are replicated"
-
-
-def methods(made: Path) -> dict[str, Any]:
-    """In a fork: the methods that CustomOps of the target and of a student for CUDA run, by class; priorities."""
-    from vllm.model_executor import custom_op
-
-    with mock.patch.dict(sys.modules, {"vllm._C_stable_libtorch": ModuleType("of a build for CUDA")}):
-        from vllm.platforms.cuda import CudaPlatformBase
-
-    from vllm_mtpc.checkpoint.ptp_head import load_ptp
-    from vllm_mtpc.proposers.v2 import speculator
-    from vllm_mtpc.proposers.v2.lora import Gate
-    from vllm_mtpc.proposers.v2.ptp.groups import Writes, build_student
-
-    compiled = {"mode": 3, "backend": "inductor", "custom_ops": ["none"]}
-    config = engine_config(made / "target", None, compilation_config=compiled)
-    with worker_target(config) as target:
-        lora = load_ptp(made / "o-ptp", torch.float32, CPU).lora
-        with mock.patch.object(custom_op, "current_platform", SimpleNamespace(**CUDA)):
-            student = build_student(target, lora, 1.0, Gate(), Writes())
-    found = {"target": _methods(target), "student": _methods(student)}
-    pairs = zip(_ops(target.model), _ops(student.model), strict=True)
-    found["shared"] = all(ours._parameters is theirs._parameters for theirs, ours in pairs)
-    found["own"] = all(ours._forward_method.__self__ is ours for ours in _ops(student.model))
-    priority = config.kernel_config.ir_op_priority
-    priority.rms_norm, priority.fused_add_rms_norm = ["mine", "native"], ["native"]
-    with mock.patch.object(speculator, "current_platform", CudaPlatformBase):
-        found["priorities"] = vars(speculator.eager_priorities(config))
-    found["mode"] = config.compilation_config.mode.name
-    return found
-
-
-def _ops(module: torch.nn.Module) -> list[Any]:
-    from vllm.model_executor.custom_op import CustomOp
-
-    kinds = ("RMSNorm", "SiluAndMul", "Llama3RotaryEmbedding", "RotaryEmbedding")
-    # layers of the target share one rotary embedding
-    every = [part for _, part in module.named_modules(remove_duplicate=False)]
-    return [part for part in every if isinstance(part, CustomOp) and type(part).__name__ in kinds]
-
-
-def _methods(module: torch.nn.Module) -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
-    for part in _ops(module):
-        found.setdefault(type(part).__name__, set()).add(part._forward_method.__name__)
-    return found
-
-
-def test_copies_of_compiled_modules_run_kernels(made: Path) -> None:
-    found = forks.call("v2", "tests.proposers.test_load:methods", made)
-    for whose, method in (("target", "forward_native"), ("student", "forward_cuda")):
-        assert found[whose] == {kind: {method} for kind in ("RMSNorm", "SiluAndMul", "RotaryEmbedding")}, whose
-    assert found["shared"] and found["own"]
-    assert found["mode"] != "NONE"  # the target's own config is left as it is
-    assert found["priorities"]["rms_norm"] == ["mine", "vllm_c", "native"]
-    assert found["priorities"]["fused_add_rms_norm"] == ["vllm_c", "native"]
 
 
 def lost(place: Path, name: str) -> tuple[int, list[int]]:
@@ -241,43 +146,37 @@ def _fork_with_head(is_fault: bool) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+class Processor(LogitsProcessor):
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+
+    def forward(self, lm_head: nn.Module, states: Tensor) -> Tensor:
+        return lm_head(states)
+
+
 class Drafter(nn.Module):
-    """The model of an MTP layer that normalises its states in `compute_logits`, or in its forward pass."""
+    """A model that normalises its states in `compute_logits`, as MTP layers of DeepSeek and GLM do, or in its layer."""
 
     def __init__(self, is_in_logits: bool) -> None:
-        from vllm.model_executor.layers.logits_processor import LogitsProcessor
-
-        class Processor(LogitsProcessor):
-            __init__ = nn.Module.__init__
-
-            def forward(self, lm_head: nn.Module, states: Tensor) -> Tensor:
-                return lm_head(states)
-
         super().__init__()
-        self.norm = nn.RMSNorm(D) if is_in_logits else nn.Identity()
-        self.lm_head, self.processor = nn.Linear(D, V), Processor()
+        self.norm = nn.RMSNorm(4) if is_in_logits else nn.Identity()
+        self.lm_head, self.processor = nn.Linear(4, 7, bias=False), Processor()
 
     def compute_logits(self, states: Tensor) -> Tensor:
         return self.processor(self.lm_head, self.norm(states))
 
 
-@pytest.mark.parametrize("is_in_logits", [True, False])
-def test_hosted_states_are_those_that_the_lm_head_multiplies(is_in_logits: bool) -> None:
-    forks.call("v1", f"{__name__}:keep_states", is_in_logits)
-
-
-def keep_states(is_in_logits: bool) -> None:
-    """In a fork: vLLM's speculator of MTP layers with a model of ours."""
-    from vllm_mtpc.proposers.v2.hosted import MTPSpeculator, hosted_class
-
-    class Host(hosted_class("mtp")):
-        def __init__(self) -> None:
-            self.method, self.dtype, self.model = "mtp", torch.float32, Drafter(is_in_logits)
-            self.kept, self.draft_tokens = torch.zeros(3, 1, D), torch.zeros(3, 1, dtype=torch.int64)
-
-    with mock.patch.object(MTPSpeculator, "load_model"), torch.inference_mode():
-        host, states = Host(), torch.randn(2, D) * 3
-        host.load_model(None)
-        host.sample_draft(states)
-        assert torch.equal(host.kept[:2, 0], host.model.norm(states))
-        assert torch.equal(host.lm_head.compute_logits(host.kept[:2, 0]), host.model.compute_logits(states))
+@pytest.mark.parametrize(("method", "is_in_logits"), [("mtp", True), ("mtp", False), ("eagle3", True)])
+def test_states_of_mtp_layers_are_normalised_before_they_are_kept(
+    method: str, is_in_logits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SPECULATORS[method], "load_model", lambda self, target: None)
+    made, model = object.__new__(hosted_class(method)), Drafter(is_in_logits).requires_grad_(False)
+    vars(made).update(method=method, model=model, dtype=torch.float32, kept=torch.zeros(3, 1, 4))
+    made.draft_tokens = torch.zeros(3, 1)
+    made.load_model(nn.Identity())
+    states = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+    made.sample_draft(states)
+    assert torch.equal(made.kept[:2, 0], model.norm(states) if method == "mtp" else states)
+    if method == "mtp":
+        assert torch.equal(made.lm_head.compute_logits(made.kept[:2, 0]), model.compute_logits(states))

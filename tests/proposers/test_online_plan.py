@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from benchmarks import plan_simulation as simulation
 from vllm_mtpc.plan.draft_schedule import card_rates, draft_arms
 from vllm_mtpc.plan.online_plan import CLASSES, EXPLORE, OnlinePlan, request_class
-from vllm_mtpc.proposers.v2 import step_costs
-from vllm_mtpc.proposers.v2.step_costs import REPLAYS
 
 ARMS = (0, 1, 3, 7)
 SIZES = 65
@@ -162,12 +156,6 @@ def test_first_estimate_of_a_cold_engine_is_corrected() -> None:
     assert np.mean(np.array(chosen[-1000:]) == 0) > 0.9
 
 
-def test_arms_without_a_prior_are_never_chosen() -> None:
-    """Infinite seconds: K is not allowed at this batch size."""
-    plan = make_plan(lambda batch, drafts: CHEAP(batch, drafts) if batch * drafts <= 24 else np.inf, 0.9)
-    assert max(serve(plan, CHEAP, 0.9, 3000, batch=8)[0]) == 3
-
-
 def test_measured_costs_replace_a_wrong_prior() -> None:
     """Before a step was observed; K that is not allowed stays so."""
     plan = make_plan(lambda batch, drafts: DEAR(batch, drafts) if batch * drafts <= 24 else np.inf)
@@ -190,36 +178,6 @@ def test_drafts_end_where_they_gain_less_than_the_margin() -> None:
     assert (plan.best[1:] == 0).all()
 
 
-def test_costs_are_measured_by_replaying_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch takes the time of the next captured size; slow replays and batches without a full graph do not count."""
-    ran, replayed = [], []
-
-    @contextlib.contextmanager
-    def collect() -> Iterator[list[Any]]:
-        yield (samples := [])
-        for turn, size in enumerate(ran):
-            slow = 100.0 * (turn % REPLAYS == 2 or size == 12)
-            samples.append(SimpleNamespace(num_target_tokens=size, forward_ms=size + slow, full_cudagraph=size != 12))
-
-    captured = [SimpleNamespace(num_reqs=size, num_speculative_tokens=3) for size in (4, 2, 1)]
-    graphs = SimpleNamespace(graphs=captured, run_fullgraph=replayed.append)
-    monkeypatch.setattr(step_costs, "time_ms", lambda run: run() or 0.1 * replayed[-1].num_reqs)
-    runner = SimpleNamespace(
-        max_num_reqs=4,
-        lora_config=None,
-        maybe_setup_dummy_loras=contextlib.nullcontext,
-        step_timing=SimpleNamespace(collect=collect),
-        cudagraph_manager=SimpleNamespace(captured_token_counts=lambda: [1, 2, 4, 8, 12, 16]),
-        speculator=SimpleNamespace(graphs=graphs),
-        _dummy_run=ran.append,
-    )
-    costs = step_costs.measure_costs(runner, (0, 3))
-    assert costs[1:] == pytest.approx(np.array([[1, 4.1], [2, 8.2], [4, 16.4], [4, 16.4]]))
-    runner.cudagraph_manager.captured_token_counts = lambda: [12]
-    ran.clear()
-    assert step_costs.measure_costs(runner, (0, 3)) is None
-
-
 def test_trials_respect_a_limit_inside_a_bucket() -> None:
     """3 drafts are allowed up to 6 requests; sizes 5 to 8 are one bucket, whose trials at 5 try 3 drafts."""
     plan = make_plan(lambda batch, drafts: DEAR(batch, drafts) if batch * drafts <= 18 else np.inf, 0.1)
@@ -237,13 +195,3 @@ def test_card_and_arms() -> None:
     rates = card_rates({"t1": [0.8, 0.4, 0.0, 0.0]}, 5)
     assert rates.tolist() == [pytest.approx([0.8, 0.5, 0.02, 0.5, 0.5])] * 2
     assert request_class(True, 70_000) == CLASSES - 1
-
-
-@pytest.mark.parametrize(
-    "load", ["8 clients, acceptance 0.4", "1 clients, acceptance 0.75", "8 clients, acceptance 0.0"]
-)
-def test_simulated_plan_is_near_the_oracle(load: str) -> None:
-    target, one = simulation.TARGETS["Qwen3-8B"], simulation.STEADY[load]
-    speeds = {policy: simulation.simulate(target, one, policy, 150) for policy in ("plan", "oracle", "0")}
-    assert speeds["plan"] >= 0.96 * speeds["oracle"]  # of 150 requests; benchmarks/plan_simulation.py has more
-    assert speeds["plan"] >= 0.98 * speeds["0"]

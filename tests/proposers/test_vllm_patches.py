@@ -94,7 +94,7 @@ def test_untested_version_warns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("process", ["front end", "worker", "engine core"])
-def test_moved_attributes_are_reported_in_every_process(process: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moved_attributes_are_reported_in_every_process(process: str, request: pytest.FixtureRequest) -> None:
     """Most modules of vLLM are first imported where they run: attributes that are missing there are refused there."""
     from vllm.engine.arg_utils import EngineArgs
 
@@ -104,7 +104,8 @@ def test_moved_attributes_are_reported_in_every_process(process: str, monkeypatc
         "worker": lambda: worker.HeadWorker.init_device(SimpleNamespace()),
         "engine core": lambda: scheduler.HeadScheduler(None, None),
     }[process]
-    monkeypatch.setattr(patch, "problems", ["vllm.somewhere:thing (it no longer takes x)"])
+    patch.problems.append("vllm.somewhere:thing (it no longer takes x)")
+    request.addfinalizer(patch.problems.clear)
     with pytest.raises(ServeConfigError, match=r"has moved what vllm_mtpc hooks: vllm\.somewhere:thing"):
         start()
 

@@ -90,7 +90,7 @@ def accepted(folder: Path) -> Counter[str]:
         (found,) = json.loads((folder / "ray" / "prom_metrics_service_discovery.json").read_text())
         text = "".join(httpx.get(f"http://{target}/metrics", trust_env=False).text for target in found["targets"])
         samples = re.findall(
-            r'^ray_vllm_spec_decode_num_accepted_tokens_total\{.*ReplicaId="(\w+)".*\} (\S+)$', text, re.M
+            r'^ray_vllm_mtpc_spec_decode_class_accepted_tokens_total\{.*ReplicaId="(\w+)".*\} (\S+)$', text, re.M
         )
         return Counter({replica: int(float(value)) for replica, value in samples})
     return Counter()

@@ -18,18 +18,15 @@ from vllm_mtpc.kernels.bigram import Bigram
 
 CIRCUITS = tuple(vllm_mtpc.circuits.CIRCUITS)
 
-# Trees written out by hand: a region of length L gives its left part round-half-to-even(L / 2) tokens.
-TREES = {
-    2: (0, 1),
-    3: ((0, 1), 2),
-    4: ((0, 1), (2, 3)),
-    5: ((0, 1), ((2, 3), 4)),
-    6: (((0, 1), 2), ((3, 4), 5)),
-    7: (((0, 1), (2, 3)), ((4, 5), 6)),
-    8: (((0, 1), (2, 3)), ((4, 5), (6, 7))),
-    9: (((0, 1), (2, 3)), ((4, 5), ((6, 7), 8))),
-}
-TREES[16] = (TREES[8], (((8, 9), (10, 11)), ((12, 13), (14, 15))))
+
+def split(first: int, length: int) -> tuple | int:
+    """The tree of `length` tokens from `first` on; the left part has round-half-to-even(length / 2) of them."""
+    left = round(length / 2)
+    return (split(first, left), split(first + left, length - left)) if length > 1 else first
+
+
+TREES = {length: split(0, length) for length in (*range(2, 10), 16)}
+assert TREES[7] == (((0, 1), (2, 3)), ((4, 5), 6)) and TREES[5] == ((0, 1), ((2, 3), 4))  # as the paper's code splits
 
 
 def height(region: tuple | int) -> int:

@@ -17,13 +17,24 @@ from typing import Any
 from unittest import mock
 
 from tests.support import recorders
-from tests.support.recorders import MERGED, PROPOSER, PTP, RECORDED, SPECULATOR, V1, V2, VERIFICATION, Patches, wrapping
+from tests.support.recorders import (
+    PROPOSE,
+    PROPOSER,
+    PTP,
+    RECORDED,
+    SPECULATOR,
+    V1,
+    V2,
+    VERIFICATION,
+    Patches,
+    wrapping,
+)
 
 V1_REJECTION = "vllm.v1.sample.rejection_sampler.rejection_sample"
 V2_REJECTION = "vllm.v1.worker.gpu.spec_decode.rejection_sampler.rejection_sample"
 V2_SAMPLER = "vllm.v1.worker.gpu.spec_decode.rejection_sampler.RejectionSampler.__call__"
 HEAD_WORKER = "vllm_mtpc.proposers.patches.worker.HeadWorker"
-BACKBONE, LAYERED = f"{V2}.backbone_speculator", f"{V2}.layered"
+BACKBONE = f"{V2}.backbone_speculator.BackboneSpeculator"
 GRAMMAR = "vllm_mtpc.proposers.worker.grammar_masks"
 PLAN = "vllm_mtpc.plan.online_plan.OnlinePlan"
 UNIFORM = 0.15  # the share of a uniform distribution in a wrong q
@@ -58,9 +69,6 @@ def _clocked(seconds: Callable[[int], float]) -> Callable[[Any], Any]:
         return original(self, seconds(drafted), batch, verified, drafted, *rest)
 
     return finish_step
-
-
-DEAR = {f"{PLAN}.finish_step": _clocked(lambda drafts: 0.01 * (1 + 5 * drafts))}
 
 
 # Verification
@@ -111,29 +119,21 @@ def _surplus_as_forbidden(original: Any, self: Any, logits: Any, batch: Any, dra
     return original(self, logits, batch, draft_logits, None)
 
 
-def _other_noise(of_first_row: bool = False, **replaced: Any) -> Callable[[], Patches]:
-    """Draw the target's tokens with the noise of the step's first row, or of another stream.
+def _noise_of_first_row() -> Patches:
+    """Draw the target's tokens with the noise of the step's first row."""
+    first_rows: list[Any] = []
 
-    The check of the noise at start is switched off: it would find the fault before any text.
-    """
+    @wrapping
+    def verify(original: Any, self: Any, *args: Any) -> Any:
+        pos, begins = args[3:5]  # after logits, draft logits and drafts
+        first_rows[:] = [pos[begins[:-1].long()].repeat_interleave(begins.diff(), output_size=len(pos))]
+        return original(self, *args)
 
-    def patches() -> Patches:
-        first_rows: list[Any] = []
+    @wrapping
+    def sample(original: Any, logits: Any, slots: Any, t: Any, seeds: Any, pos: Any, **given: Any) -> Any:
+        return original(logits, slots, t, seeds, first_rows[0], **given)
 
-        @wrapping
-        def verify(original: Any, self: Any, *args: Any) -> Any:
-            pos, begins = args[3:5]  # after logits, draft logits and drafts
-            first_rows[:] = [pos[begins[:-1].long()].repeat_interleave(begins.diff(), output_size=len(pos))]
-            return original(self, *args)
-
-        @wrapping
-        def sample(original: Any, logits: Any, slots: Any, t: Any, seeds: Any, pos: Any, **given: Any) -> Any:
-            at = first_rows[0] if of_first_row else pos
-            return original(logits, slots, t, seeds, at, **{**given, **replaced})
-
-        return {f"{VERIFICATION}.Verifier._verify": verify, f"{VERIFICATION}.gumbel_sample": sample}
-
-    return patches
+    return {f"{VERIFICATION}.HeadSampler._verify": verify, f"{VERIFICATION}.gumbel_sample": sample}
 
 
 # Drafts
@@ -169,6 +169,11 @@ def _length_of_drawn(original: Any, self: Any) -> Any:
         drawn = states.draft_tokens[states.req_id_to_index[name], : len(made.draft_token_ids[row])].tolist()
         made.draft_token_ids[row] = list(itertools.takewhile(lambda token: token != MARKED, drawn))
     return made
+
+
+@wrapping
+def _length_of_drawn_v1(original: Any, *args: Any) -> list[list[int]]:
+    return [list(itertools.takewhile(lambda token: token != MARKED, drafts)) for drafts in original(*args)]
 
 
 def _lengths_in_turns(original: Any) -> Any:
@@ -246,11 +251,6 @@ def _shifted(original: Any, self: Any, states: Any, positions: Any, slots: Any) 
 
 
 @wrapping
-def _causal(original: Any, **given: Any) -> Any:
-    return original(**{**given, "causal": True})
-
-
-@wrapping
 def _stale_rows(original: Any, self: Any, positions: Any, states: Any) -> Any:
     return original(self, positions, states.roll(1, dims=0))
 
@@ -261,10 +261,7 @@ def _squared(original: Any, *args: Any) -> Any:
 
 
 GRAMMARS_COMPILED: Patches = {f"{GRAMMAR}.Grammars.start": _wait_for_grammar}
-NOTED_STATES = recorders.after_propose(recorders.state_and_drafts)
-NOTED_LAYERS: Patches = {f"{LAYERED}.LayeredSpeculator.propose": NOTED_STATES}
-NOTED_BACKBONE: Patches = {f"{BACKBONE}.BackboneSpeculator.propose": NOTED_STATES}
-NOTED_PTP = recorders.after_propose(recorders.ptp_drafts)
+NOTED_STATES: Patches = {PROPOSE: recorders.after_propose(recorders.state_and_drafts)}
 
 FAULTS: dict[str, Patches | Callable[[], Patches]] = {
     # verification
@@ -274,12 +271,15 @@ FAULTS: dict[str, Patches | Callable[[], Patches]] = {
     "uniform in q": {V1_REJECTION: _uniform_in_q_v1},
     "uniform in q, V2": {V2_REJECTION: _uniform_in_q_v2},
     "surplus drafts as forbidden": {V2_SAMPLER: _surplus_as_forbidden},
-    "noise of the first row": _other_noise(of_first_row=True),
-    "noise of drafts": _other_noise(is_drafting=True),
+    "noise of the first row": _noise_of_first_row,
     "noise of other tokens": {
         f"{V1}.model_runner_v1.sample_tokens": lambda original: (
             lambda logits, numbers: original(logits, numbers.roll(-1) + 1)
         )
+    },
+    "noise of positions": {
+        f"{V2}.speculator.step_seeds": _constant(lambda seeds, anchor: seeds),
+        f"{VERIFICATION}.step_seeds": _constant(lambda seeds, anchor: seeds),
     },
     "noted_seeds": {
         f"{V2}.speculator.step_seeds": recorders.noted_seeds("speculator"),
@@ -292,22 +292,17 @@ FAULTS: dict[str, Patches | Callable[[], Patches]] = {
         f"{V1}.proposer.peek_numbers": lambda original: lambda generator, count: original(generator, count) ^ 1
     },
     "scored without tokens": {f"{SPECULATOR}._generate_draft": _scored_without_tokens},
+    "drawn cut v1": {f"{PROPOSER}.propose": _length_of_drawn_v1},
     "drawn cut": {"vllm.v1.worker.gpu.model_runner.GPUModelRunner.take_draft_token_ids": _length_of_drawn},
     "switching": {"vllm.v1.core.sched.scheduler.Scheduler.schedule": _lengths_in_turns},
     "swapping": {f"{HEAD_WORKER}.execute_model": _swapping},
-    "keeps_shapes": {f"{SPECULATOR}.keeps_shapes": _constant(True)},
-    "drafts by kernel": lambda: recorders.drafts_by("kernel"),
-    "drafts by blocks": lambda: recorders.drafts_by("blocks"),
-    "drafts by definition": lambda: recorders.drafts_by("definition"),
-    "note drafts": recorders.note_drafts,
-    "noted lengths": {f"{SPECULATOR}.propose": recorders.lengths_v2},
-    "noted lengths v1": {f"{PROPOSER}.propose": recorders.lengths_v1},
+    "keeps_shapes": lambda: {f"{SPECULATOR}.keeps_shapes": _constant(True), **recorders.in_graphs(SPECULATOR, "FULL")},
+    "circuit in graphs": lambda: recorders.in_graphs(SPECULATOR, "FULL"),
+    "noted drafts v1": {f"{PROPOSER}.propose": recorders.drafts_v1},
     # the online plan
     "free drafts": {f"{PLAN}.finish_step": _clocked(lambda drafts: 0.01)},
-    "dear drafts": DEAR,
+    "dear drafts": {f"{PLAN}.finish_step": _clocked(lambda drafts: 0.01 * (1 + 5 * drafts))},
     "changing costs": lambda: {f"{PLAN}.finish_step": _clocked(_changing_seconds())},
-    "calls of steps": {"vllm.v1.engine.llm_engine.LLMEngine.step": recorders.count_calls},
-    "calls of the worker": {"vllm.v1.executor.uniproc_executor.UniProcExecutor.collective_rpc": recorders.note_method},
     # grammars
     "grammars waited for": GRAMMARS_COMPILED,
     "grammars never compiled": {f"{GRAMMAR}.Grammars._compile": _constant(lambda self, *args: None)},
@@ -321,17 +316,11 @@ FAULTS: dict[str, Patches | Callable[[], Patches]] = {
         "vllm.v1.structured_output.StructuredOutputManager.validate_tokens": recorders.validated_drafts,
         **GRAMMARS_COMPILED,
     },
-    # draft layers and backbones; the names begin with what records the drafts
-    "layers": NOTED_LAYERS,
-    "layers without adapters": {
-        f"{V2}.lora.GatedLinear.forward": _constant(lambda self, x: self.base(x)),
-        **NOTED_LAYERS,
-    },
-    "layers stale trunk": {f"{LAYERED}.DraftLayers.forward": _stale_rows, **NOTED_LAYERS},
-    "backbone": NOTED_BACKBONE,
-    "backbone in graphs": lambda: recorders.in_graphs(f"{BACKBONE}.BackboneSpeculator", "FULL", NOTED_STATES),
-    "backbone context one on": {f"{BACKBONE}.ServedBackbone.write_context": _shifted, **NOTED_BACKBONE},
-    "backbone causal": {f"{V2}.speculator.build_attn_metadata": _causal, **NOTED_BACKBONE},
+    # states that heads read, and draft layers and backbones with faults
+    "noted states": NOTED_STATES,
+    "layers stale trunk": {f"{V2}.layered.ServedDraftLayers.forward": _stale_rows, **NOTED_STATES},
+    "backbone in graphs": lambda: recorders.in_graphs(BACKBONE, "FULL", NOTED_STATES[PROPOSE]),
+    "backbone context one on": {f"{V2}.backbone_speculator.ServedBackbone.write_context": _shifted, **NOTED_STATES},
     # PTP
     "squared_u": {
         "vllm_mtpc.kernels.pick.naive.uniform": _squared,
@@ -341,9 +330,7 @@ FAULTS: dict[str, Patches | Callable[[], Patches]] = {
         "vllm.v1.worker.gpu.model_runner.Sampler": lambda _: resolve_name(f"{VERIFICATION}.CoupledSampler")
     },
     "oracle": recorders.oracle,
-    "record_groups": lambda: {f"{MERGED}.propose": recorders.merged_groups} | recorders.second_pass_groups(),
-    "record_groups, dear drafts": {f"{MERGED}.propose": recorders.merged_groups, **DEAR},
-    "record_drafts": {f"{MERGED}.propose": NOTED_PTP, f"{PTP}.propose": NOTED_PTP},
+    "record_groups": recorders.groups,
     "replayed": lambda: recorders.in_graphs(PTP, "FULL_DECODE_ONLY"),
     # memory
     "measured_as_on_a_gpu": recorders.profiled_as_on_a_gpu,

@@ -1,9 +1,9 @@
 """Functions in a process of their own, forked from one that has imported vLLM and done nothing else.
 
-Importing vLLM takes 15 CPU-seconds, a fork of a process that has imported it none. There is one such server for each
-model runner, which all workers of a test run share. It starts no thread (OpenMP's would not survive a fork) and no
-engine, so that every fork begins as a new process would. Model Runner V2 runs its Triton kernels interpreted
-(scripts/interpreter): the same kernels as on a GPU, slowly.
+Importing vLLM takes 15 CPU-seconds, a fork of a process that has imported it none. A test process has such a server for
+each model runner. It starts no thread (OpenMP's would not survive a fork) and no engine, so that every fork begins as a
+new process would. Model Runner V2 runs its Triton kernels interpreted (scripts/interpreter): the same kernels as on a
+GPU, slowly.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
-import zlib
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -59,7 +57,6 @@ IMPORTED = (
     )
 )
 ENDS_WITHIN_S = 60.0  # a fork that has answered
-WAITS_S = 2.0  # a server without a worker
 
 
 def call(runner: str, function: str, *arguments: Any, timeout: float = 1200, **environment: str) -> Any:
@@ -84,42 +81,18 @@ def call(runner: str, function: str, *arguments: Any, timeout: float = 1200, **e
 
 @functools.cache
 def _server(runner: str, path: str) -> Connection:
-    """Connect to the test run's server for a runner and a PYTHONPATH; start one if there is none."""
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
-    address = f"vllm_mtpc-{run}-{runner}-{zlib.crc32(path.encode())}"
-    for attempt in range(300):
-        with socket.socket(socket.AF_UNIX) as client, contextlib.suppress(ConnectionRefusedError):
-            client.connect(f"\0{address}")  # an abstract address: no file
-            return Connection(client.detach())
-        if attempt % 100 == 0:
-            command = [sys.executable, "-m", "tests.support.forks", address, *IMPORTED]
-            subprocess.Popen(command, env={**os.environ, **QUIET, **ENVIRONMENTS[runner]}, cwd=ROOT)
-        time.sleep(0.1)
-    raise RuntimeError(f"no server of forks answers for {runner}")
+    """Start the server for a runner and a PYTHONPATH; it ends with this process."""
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "tests.support.forks", str(theirs.fileno()), *IMPORTED]
+    environment = {**os.environ, **QUIET, **ENVIRONMENTS[runner]}
+    subprocess.Popen(command, env=environment, cwd=ROOT, pass_fds=[theirs.fileno()])
+    theirs.close()
+    return Connection(ours.detach())
 
 
-def main(address: str, modules: list[str]) -> None:
-    """The server: a fork for each worker that connects, until all of them have left."""
-    with socket.socket(socket.AF_UNIX) as server:
-        try:
-            server.bind(f"\0{address}")
-        except OSError:
-            return  # another worker has started one
-        server.listen()
-        _prepare(modules)
-        workers: list[Any] = []
-        while ready := wait([server, *(worker.sentinel for worker in workers)], None if workers else WAITS_S):
-            if server in ready:
-                connection = Connection(server.accept()[0].detach())
-                workers.append(multiprocessing.get_context("fork").Process(target=_serve, args=(server, connection)))
-                workers[-1].start()
-                connection.close()
-            workers = [worker for worker in workers if worker.is_alive()]
-
-
-def _serve(server: socket.socket, connection: Connection) -> None:
-    """One fork for each task of a worker until it closes the connection."""
-    server.close()
+def main(connection: Connection, modules: list[str]) -> None:
+    """The server: one fork for each task, until the test process closes the connection."""
+    _prepare(modules)
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
             task = connection.recv()
@@ -194,4 +167,4 @@ def _run(function: str, arguments: bytes, environment: dict[str, str], answers: 
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(Connection(int(sys.argv[1])), sys.argv[2:])

@@ -12,7 +12,7 @@ from tests.support.models import minimise
 from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads import build_head
-from vllm_mtpc.heads.adapters import Adapters, DraftLayers
+from vllm_mtpc.heads.adapters import Adapters, LoraDraftLayers
 
 
 def fit_head(
@@ -22,7 +22,7 @@ def fit_head(
     prompts: list[list[int]],
     count: int,
     reads: Any = None,
-    layers: Adapters | DraftLayers | None = None,
+    layers: Adapters | LoraDraftLayers | None = None,
 ) -> None:
     """A btree head (n=4, r=2) overfitted to the first `count` tokens of the greedy answers to `prompts`.
 
@@ -37,7 +37,7 @@ def fit_head(
     hidden = torch.cat([(reads or reference).hidden(text)[:-window] for text in texts])
     windows = torch.cat([torch.tensor(text[1:]).unfold(0, window, 1) for text in texts])
     minimise(lambda: -head.circuit.conditional_log_probs(head(hidden), windows).mean(), head, 60, 3e-2)
-    adapters = layers.adapters if isinstance(layers, DraftLayers) else layers
+    adapters = layers.adapters if isinstance(layers, LoraDraftLayers) else layers
     save_head(folder, config, head, {"command": "tests"}, "made by a test", torch.float32, adapters)
 
 

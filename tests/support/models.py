@@ -16,7 +16,7 @@ from vllm_mtpc.checkpoint.ptp_head import save_ptp
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.heads import build_head
-from vllm_mtpc.heads.adapters import MODULES, DraftLayers
+from vllm_mtpc.heads.adapters import MODULES, LoraDraftLayers
 from vllm_mtpc.heads.ptp.embedding import build_embedding
 from vllm_mtpc.heads.ptp.late import build_late
 from vllm_mtpc.hf import load_target
@@ -101,11 +101,11 @@ def minimise(loss: Callable[[], torch.Tensor], head: torch.nn.Module, steps: int
         optimiser.step()
 
 
-def random_layers(target: Path, layers: int, scale: float = 0.3) -> DraftLayers:
+def random_layers(target: Path, layers: int, scale: float = 0.3) -> LoraDraftLayers:
     """Draft layers with random adapters on the target in a folder."""
     on = load_target(target, torch.float32)
     torch.manual_seed(7)
-    split = DraftLayers(on, layers, rank=4, alpha=8)
+    split = LoraDraftLayers(on, layers, rank=4, alpha=8)
     with torch.no_grad():
         for value in split.parameters():
             value.normal_().mul_(scale)

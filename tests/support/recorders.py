@@ -6,8 +6,8 @@ tests/support/faults.py has the table that names them.
 from __future__ import annotations
 
 import functools
+import inspect
 import random
-import sys
 from collections.abc import Callable
 from pkgutil import resolve_name
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ TEXTS: list[list[int]] = []  # prompts with the answers of the engine that ran l
 
 V1, V2 = "vllm_mtpc.proposers.v1", "vllm_mtpc.proposers.v2"
 PROPOSER, SPECULATOR = f"{V1}.proposer.MtpcProposer", f"{V2}.speculator.MtpcSpeculator"
-PTP, MERGED = f"{V2}.ptp.ptp_speculator.PtpSpeculator", f"{V2}.ptp.merged.MergedSpeculator"
+PROPOSE, PTP = f"{V2}.speculator.HeadSpeculator.propose", f"{V2}.ptp.ptp_speculator.PtpSpeculator"
 VERIFICATION = f"{V2}.verification"
 PTP_CAPTURED = f"{V2}.ptp.ptp_speculator.CAPTURED"  # attention backends whose second pass is captured
 SAMPLING_PARAMS = "vllm.v1.worker.gpu.sample.sampler.Sampler.apply_sampling_params"
@@ -42,123 +42,17 @@ def wrapping(replacement: Callable[..., Any]) -> Callable[[Any], Any]:
     return wrap
 
 
-@wrapping
-def count_calls(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Record the calls of Python functions in one call of `original`."""
-    calls = 0
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(count)
-    try:
-        return original(*args, **kwargs)
-    finally:
-        sys.setprofile(None)
-        RECORDED.append(calls)
-
-
-@wrapping
-def note_method(original: Any, self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-    """Record the names of an executor's calls of its worker."""
-    RECORDED.append(method)
-    return original(self, method, *args, **kwargs)
-
-
 def request_number(name: str) -> int:
     """The index of a request among the prompts of an engine: offline, vLLM counts them from 0."""
     return int(name.partition("-")[0])
 
 
-class Definition:
-    """`naive.draft` with vLLM's noise in the place of the draft kernel."""
-
-    one_launch = True
-
-    def __init__(self, drafter: Any, head: Any) -> None:
-        self.program, self.use_fp64 = drafter.program, drafter.noise["USE_FP64"]
-        self.instructions = head.circuit.program
-
-    def __call__(
-        self, *params: Any, slots: Any, temperature: Any, seeds: Any, pos: Any, tokens: Any, confidences: Any,
-        cache: Any, allowed: None, draw: bool,
-    ) -> None:  # fmt: skip
-        from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
-
-        from vllm_mtpc.kernels.draft import naive
-        from vllm_mtpc.proposers.options.versions import keys_noise_by_draft
-
-        dtype = torch.float32 if cache is None else cache.dtype
-        of_rows = torch.where(slots < 0, 0.0, temperature[slots.clamp(min=0)])
-        columns = torch.arange(tokens.shape[1], dtype=torch.int32)
-
-        def pick(log_q: torch.Tensor, k: int) -> torch.Tensor:
-            confidences[:, k] = naive.confidence(log_q, of_rows, draw)
-            if not draw:
-                return log_q.argmax(dim=-1)
-            # undo the number of the draft that vLLM mixes in: the kernel has none
-            own = seeds ^ (k << 32) if cache is not None and keys_noise_by_draft() else seeds
-            to = {"logits_cache": cache, "logits_cache_col": None if cache is None else columns[k]}
-            how = {"apply_temperature": True, "is_drafting": False, "use_fp64": self.use_fp64}
-            return gumbel_sample(log_q.to(dtype), slots, temperature, own, pos + k, **how, **to)
-
-        tokens[:] = naive.draft(self.instructions, *params, pick=pick, dtype=dtype)
-
-
-def drafts_by(path: str) -> Patches:
-    """Draft by "kernel" in one launch, in "blocks" of the vocabulary, or by "definition"; record the drafts."""
-
-    @wrapping
-    def make_drafter(original: Any, self: Any, head: Any) -> Any:
-        made = original(self, head)
-        assert made.one_launch == (path != "blocks")
-        return Definition(made, head) if path == "definition" else made
-
-    @wrapping
-    def draft(original: Any, self: Any, num_reqs: int, num_drafts: int) -> None:
-        original(self, num_reqs, num_drafts)
-        if (self.idx_mapping[:num_reqs] >= 0).all():  # no dummy run
-            parts = (self.draft_tokens, self.draft_token_confidence_probs)
-            RECORDED.append([part[:num_reqs, :num_drafts].clone() for part in parts])
-
-    def in_blocks(original: Any) -> Any:
-        return lambda self, *args, **more: original(self, *args, one_launch=False, **more)
-
-    patches = {f"{SPECULATOR}._make_drafter": make_drafter, f"{SPECULATOR}._generate_draft": draft}
-    return patches | ({"vllm_mtpc.kernels.draft.kernel.Drafter.__init__": in_blocks} if path == "blocks" else {})
-
-
-def note_drafts() -> Patches:
-    """V1: record the drafts of every step and the shapes of the states that the target's lm_head received."""
-    shapes: list[tuple[int, ...]] = []
-
-    @wrapping
-    def lend(original: Any, *args: Any, **kwargs: Any) -> Any:
-        logits = original(*args, **kwargs)
-        return lambda states: (shapes.append(tuple(states.shape)), logits(states))[1]
-
-    @wrapping
-    def propose(original: Any, *args: Any, **kwargs: Any) -> list[list[int]]:
-        shapes.clear()
-        drafts = original(*args, **kwargs)
-        RECORDED.append((drafts, list(shapes)))
-        return drafts
-
-    return {"vllm_mtpc.proposers.worker.load._lm_head": lend, f"{PROPOSER}.propose": propose}
-
-
 @wrapping
-def lengths_v1(original: Any, self: Any, *args: Any, **more: Any) -> Any:
-    drafts = original(self, *args, **more)
-    RECORDED.append((len(drafts), max(map(len, drafts))))
+def drafts_v1(original: Any, *args: Any, **more: Any) -> list[list[int]]:
+    """Record the drafts of every step of Model Runner V1."""
+    drafts = original(*args, **more)
+    RECORDED.append(drafts)
     return drafts
-
-
-@wrapping
-def lengths_v2(original: Any, self: Any, input_batch: Any, *args: Any, **given: Any) -> Any:
-    RECORDED.append((input_batch.num_reqs, given.get("num_speculative_tokens")))
-    return original(self, input_batch, *args, **given)
 
 
 def noted_seeds(module: str) -> Callable[[Any], Any]:
@@ -230,13 +124,7 @@ def oracle() -> Patches:
             text = [*right[:keep], *((token + 1) % 8 for token in right[keep:])]
             drafts[row, : len(text)] = torch.tensor(text, dtype=drafts.dtype)
 
-    return {f"{MERGED}.propose": after_propose(correct)}
-
-
-def ptp_drafts(self: Any, row: int, name: str, drafts: torch.Tensor, given: Any) -> dict[str, Any] | None:
-    if not int(given.sampled[row]):
-        return None
-    return {"request": name, "known": _index_of_first_draft(row, given), "drafts": drafts[row].tolist()}
+    return {PROPOSE: after_propose(correct)}
 
 
 @wrapping
@@ -255,8 +143,8 @@ def merged_groups(original: Any, self: Any, input_batch: Any, *args: Any, **kwar
     return original(self, input_batch, *args, **kwargs)
 
 
-def second_pass_groups() -> Patches:
-    """Record the same of the second of two passes."""
+def groups() -> Patches:
+    """Record the groups of merged passes, and the same of the second of two passes."""
     names: list[str] = []  # by row; "": nothing was sampled
 
     @wrapping
@@ -273,7 +161,7 @@ def second_pass_groups() -> Patches:
                 RECORDED.append({"request": name, "prefix": prefix, "hidden": hidden[row, 1:].clone()})
         return hidden, logits
 
-    return {f"{PTP}._generate_draft": generate, f"{PTP}._run_draft_pass": run}
+    return {PROPOSE: merged_groups, f"{PTP}._generate_draft": generate, f"{PTP}._run_draft_pass": run}
 
 
 # KV caches
@@ -316,8 +204,8 @@ def poisoned(early: int = 0) -> Patches:
     return {
         f"{pool}.get_new_blocks": new,
         f"{pool}.free_blocks": free,
-        "vllm_mtpc.models.paged_cache.PagedCache.bind_kv_cache": bind,
-        "vllm_mtpc.models.evabyte.window.WindowManager.get_num_skipped_tokens": skipped,
+        "vllm_mtpc.bytes.paged_cache.PagedCache.bind_kv_cache": bind,
+        "vllm_mtpc.bytes.evabyte.window.WindowManager.get_num_skipped_tokens": skipped,
     }
 
 
@@ -325,19 +213,19 @@ def poisoned(early: int = 0) -> Patches:
 
 
 @wrapping
-def checked_dtypes(original: Any, self: Any, logits: torch.Tensor, *rows: Any, **options: Any) -> torch.Tensor:
+def checked_dtypes(original: Any, *args: Any, **named: Any) -> torch.Tensor:
     """Check the dtypes that vLLM's sampling kernels load: an interpreter takes others, Triton on a GPU refuses them."""
-    found = [one.dtype for one in rows if isinstance(one, torch.Tensor)]
-    slots, _, pos, tokens, local_pos = found  # of rows, of requests
-    assert slots in (torch.int32, torch.int64) and pos == torch.int64, found
-    assert tokens == local_pos == torch.int32, found
-    return original(self, logits, *rows, **options)
+    given = inspect.signature(original).bind(*args, **named).arguments
+    found = {name: value.dtype for name, value in given.items() if isinstance(value, torch.Tensor)}
+    assert found["expanded_idx_mapping"] in (torch.int32, torch.int64) and found["pos"] == torch.int64, found
+    assert found["input_ids"] == found["expanded_local_pos"] == torch.int32, found
+    return original(*args, **named)
 
 
 def in_graphs(owner: str, mode: str, record: Callable[[Any], Any] | None = None) -> Patches:
     """Draft from graphs, which a stand-in for CUDA's calls again; batches are padded to 2 and 4.
 
-    Record the number of replays of each step. Without another recorder of `propose`, `record`, draft each step a second
+    Record the number of replays of each step. Without `record`, another recorder of `propose`, draft each step a second
     time without graphs, and record whether the drafts are equal.
     """
     from vllm.config.compilation import CUDAGraphMode
@@ -379,7 +267,7 @@ def in_graphs(owner: str, mode: str, record: Callable[[Any], Any] | None = None)
         self._build_pass_metadata(num_aux, torch.full((num_reqs,), self.max_model_len, dtype=torch.int32))
         return original(self, num_reqs, num_aux)
 
-    patches = {f"{owner}.init_cudagraph_manager": init, f"{owner}.propose": propose}
+    patches = {f"{owner}.init_cudagraph_manager": init, PROPOSE: propose}
     on_ptp = {PTP_CAPTURED: lambda _: ("CPU_ATTN",), f"{owner}._run_draft_pass": run, SAMPLING_PARAMS: checked_dtypes}
     return patches | (on_ptp if owner == PTP else {})
 

@@ -32,14 +32,12 @@ SPEC: dict[str, dict[str, Any]] = {
     "mtpc": {"method": "mtpc"},
     "ptp": {"method": "ptp", "num_speculative_tokens": 3, "max_aux_rows": 48},
 }
-ALL_DRAFTS = {"num_speculative_tokens_per_batch_size": "off", "min_acceptance": 0}  # no plan, no pruning
-ON = {name: pytest.mark.column(name) for name in ("mtpc on V1", "mtpc on V2", "ptp on V2")}
-RUNNERS = [pytest.param("v1", marks=ON["mtpc on V1"]), pytest.param("v2", marks=ON["mtpc on V2"])]
+ALL_DRAFTS = {"num_speculative_tokens_per_batch_size": "off"}  # no plan
 COLUMNS = [
-    pytest.param("v1", "mtpc", marks=ON["mtpc on V1"]),
+    ("v1", "mtpc"),
     # interpreted kernels are slow: in every run test_matrix.py has the other runner
-    pytest.param("v2", "mtpc", marks=[pytest.mark.slow, ON["mtpc on V2"]]),
-    pytest.param("v2", "ptp", marks=[pytest.mark.slow, ON["ptp on V2"]]),
+    pytest.param("v2", "mtpc", marks=pytest.mark.slow),
+    pytest.param("v2", "ptp", marks=pytest.mark.slow),
 ]
 
 # prompts that are read in pieces, found in the prefix cache, preempted

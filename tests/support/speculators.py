@@ -28,7 +28,6 @@ class Setting:
     schedule: list[tuple[int, int, int]] | str = "off"
     options: dict[str, Any] | None = None
     logits_bytes: int = memory.LOGITS_BYTES
-    graph_sizes: tuple[int, ...] = ()
 
 
 def made_heads(folder: Path, vocab_size: int, heads: dict[str, dict[str, Any]]) -> dict[str, Path]:
@@ -68,8 +67,8 @@ def speculator(setting: Setting) -> Any:
     config = engine_config(
         setting.place / "target", {**given, **(setting.options or {})}, max_num_seqs=setting.max_num_seqs
     )
-    config.compilation_config.cudagraph_capture_sizes = list(setting.graph_sizes)
-    config.compilation_config.max_cudagraph_capture_size = max(setting.graph_sizes, default=0)
+    config.compilation_config.cudagraph_capture_sizes = []
+    config.compilation_config.max_cudagraph_capture_size = 0
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(memory, "LOGITS_BYTES", setting.logits_bytes))
         stack.enter_context(mock.patch.object(module, "resolve_model_state_cls", lambda *args: object))
@@ -121,7 +120,6 @@ class Recorder:
         self.forward: Any = None
         self.captured: list[Any] = []
         self.replayed: list[Any] = []
-        self.is_capturing = False
 
     @contextmanager
     def in_place(self) -> Any:
@@ -137,9 +135,7 @@ class Recorder:
         @contextmanager
         def graph(made: Graph, *args: Any, **kwargs: Any) -> Any:
             made.desc, made.forward = recorder.forward
-            recorder.is_capturing = True
             yield
-            recorder.is_capturing = False
             recorder.captured.append(made.desc)
 
         def noting(manager: Any, create_forward_fn: Any, *args: Any) -> None:

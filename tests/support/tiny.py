@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.eval.acceptance import _at_contexts, along_text
-from vllm_mtpc.eval.metrics import StepMetrics
 from vllm_mtpc.eval.text import Samples, Sampling
 from vllm_mtpc.heads import build_head
 from vllm_mtpc.hf import Session, Target
@@ -67,27 +65,6 @@ class TableTarget:
         return Samples(text, hidden, torch.full((rows,), 2), torch.full((rows,), 2 + length))
 
 
-class TableSession:
-    """What a decoding loop needs of a ``Session``, on a TableTarget."""
-
-    def __init__(self, target: TableTarget):
-        self.target = target
-
-    def start(self, prompts: list[torch.Tensor]) -> torch.Tensor:
-        self.tokens = prompts[0].tolist()
-        return self.target.states(prompts[0][None])
-
-    def read(self, tokens: torch.Tensor) -> torch.Tensor:
-        self.tokens += tokens[0].tolist()
-        return self.target.states(torch.tensor([self.tokens[-tokens.shape[1] - 1 :]]))
-
-    def crop(self, forget: int) -> None:
-        del self.tokens[len(self.tokens) - forget :]
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.target.logits(hidden)
-
-
 def llama_target(vocab_size: int = 32, seed: int = 3, eos: int | None = None) -> Target:
     """A random two-layer Llama in float32 without a tokenizer."""
     torch.manual_seed(seed)
@@ -137,37 +114,25 @@ class Rejection:
         return len(drafts), self.sampling.pick(log_p[-1:], self.generator)
 
 
-def decode(session, prompt: torch.Tensor, drafting: Rejection, new_tokens: int, stops=frozenset()) -> Decoded:
+def decode(target: Target, prompt: torch.Tensor, drafting: Rejection, new_tokens: int) -> Decoded:
     """Continue prompt[P] as a server with drafts does; a step is a forward pass of the target after the prompt's."""
-    sampling, hidden = drafting.sampling, session.start([prompt])[:, -1]
+    session, sampling = Session(target), drafting.sampling
+    hidden = session.start([prompt])[:, -1]
     first = sampling.pick(sampling.log_probs(session.logits(hidden)), drafting.generator)
     text = Decoded(first.tolist())
-    while len(text.tokens) < new_tokens and not stops & set(text.tokens):
+    while len(text.tokens) < new_tokens and not target.stop_ids & set(text.tokens):
         drafts, log_q = drafting.draft(hidden, first)
         states = session.read(torch.cat([first, drafts])[None])[0]  # [1 + K, D]
         accepted, first = drafting.verify(sampling.log_probs(session.logits(states)), log_q, drafts)
-        session.crop(len(drafts) - accepted)
+        if forget := len(drafts) - accepted:
+            session.cache.crop(-forget)
         hidden = states[accepted : accepted + 1]
         text.accepted.append(accepted)
         text.tokens += [*drafts[:accepted].tolist(), int(first)]
-    ends = [at + 1 for at, token in enumerate(text.tokens) if token in stops]
+    ends = [at + 1 for at, token in enumerate(text.tokens) if token in target.stop_ids]
     text.tokens = text.tokens[: min([new_tokens, *ends])]
     return text
 
 
-class CroppedSession(Session):
-    """A session of one text that can remove its last tokens."""
-
-    def crop(self, forget: int) -> None:
-        if forget:
-            self.cache.crop(-forget)
-
-
 def continue_all(target: Target, prompts, drafting, new_tokens: int) -> list[Decoded]:
-    return [decode(CroppedSession(target), prompt, drafting, new_tokens, target.stop_ids) for prompt in prompts]
-
-
-def counted(texts: list[Decoded], num_drafts: int) -> StepMetrics:
-    """Metrics of decoded texts, as a server counts them."""
-    kept = pad_sequence([torch.tensor(text.accepted) for text in texts], True, -1)  # [S, steps]
-    return StepMetrics.of((kept >= 0).double(), (kept[..., None] > torch.arange(num_drafts)).double())
+    return [decode(target, prompt, drafting, new_tokens) for prompt in prompts]
