@@ -26,7 +26,7 @@ def tail(log: Path, lines: int = 25) -> str:
 
 @contextlib.contextmanager
 def group(
-    command: Sequence[str], log: Path, environment: dict[str, str], grace_s: float = 20.0
+    command: Sequence[str], log: Path, environment: dict[str, str], grace_s: float = 20.0, cwd: Path | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a command in its own process group, and end the whole group with the context.
 
@@ -35,11 +35,12 @@ def group(
         log: file of its output.
         environment: of the process.
         grace_s: seconds from SIGTERM to SIGKILL; an engine may outlive its front-end.
+        cwd: working directory; None: that of this process.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         files = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
-        process = subprocess.Popen(command, env=environment, start_new_session=True, **files)
+        process = subprocess.Popen(command, env=environment, cwd=cwd, start_new_session=True, **files)
     try:
         yield process
     finally:
