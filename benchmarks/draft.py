@@ -28,8 +28,8 @@ from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.evaluator import resolve
-from vllm_mtpc.heads import build_head
-from vllm_mtpc.heads.base import DraftParams, Head
+from vllm_mtpc.heads import default_leaves
+from vllm_mtpc.heads.head import DraftParams, Head, build_head
 from vllm_mtpc.hf import choose_device
 from vllm_mtpc.kernels.draft import is_small, probabilities
 from vllm_mtpc.kernels.filter.program import Program
@@ -37,7 +37,7 @@ from vllm_mtpc.kernels.pick.naive import of_mass
 from vllm_mtpc.report import check_file, print_table, write_json
 
 PROG = "python -m benchmarks.draft"
-BYTES = 320  # vocabulary of EvaByte; larger vocabularies have heads that share the target's lm_head
+BYTES = 320  # vocabulary of EvaByte
 DEFINITIONS = (
     "params ms: the head's products for one draft of K tokens per request; tokens ms: K tokens from the circuit; draft "
     "ms: both. Medians.",
@@ -117,25 +117,25 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def default_head(vocab_size: int) -> str:
-    """Return the head for a vocabulary: above some size, own leaves would be larger than the target."""
-    return "linear" if vocab_size <= BYTES else "shared"
-
-
 def cases(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     """Yield the heads one by one, so that one is in memory at a time."""
     for name in args.head:
         config, head = load_head(resolve(name)[0], dtype, device)
-        if config.head == "backbone":
+        if config.has_draft_layers:
             raise UsageError(f"{name}: has layers of its own, which run in an engine; type: vllm-mtpc bench serve")
-        label = f"{config.circuit} n={config.window} r={config.num_components} {config.head}"
+        parts = f"{config.trunk.kind} {config.leaves.kind}"
+        label = f"{config.circuit.kind} n={config.window} r={config.num_components} {parts}"
         yield bound(Case(label, head, config.num_speculative_tokens))
     for sizes, circuit in ((sizes, circuit) for sizes in args.shape for circuit in args.circuits):
         r = min(sizes["r"], circuit_class(circuit).max_components)
         rank = sizes["c"] if r > 1 else 0
-        given = {"circuit": circuit, "window": sizes["n"], "num_components": r, "component_rank": rank or None}
+        leaves = {"kind": default_leaves(sizes["V"])}
+        if leaves["kind"] == "lm_head":
+            leaves["component_rank"] = rank
+        given = {"circuit": circuit, "window": sizes["n"], "num_components": r}
+        given |= {"trunk": {"kind": "none"}, "leaves": leaves}
         target = {"vocab_size": sizes["V"], "hidden_size": sizes["D"]}
-        config = HeadConfig.create(**given, head=default_head(sizes["V"]), target=target, verifier="-")
+        config = HeadConfig.create(**given, target=target, verifier="-")
         torch.manual_seed(0)
         with torch.device(device):
             head = build_head(config).to(dtype).eval()
@@ -144,12 +144,14 @@ def cases(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) ->
 
 
 def bound(case: Case) -> Case:
-    """Bind a random lm_head where the head reads the target's."""
+    """Bind a random lm_head, and its rows as embeddings, where the head reads the target's."""
     head = case.head
-    if head.needs_lm_head:
+    if head.leaves.needs_lm_head or head.trunk.needs_embedding:
         weight = next(head.parameters())
-        lm_head = torch.randn(head.vocab_size, head.hidden_size, dtype=weight.dtype, device=weight.device)
-        head.bind_lm_head(lambda hidden: F.linear(hidden, lm_head))
+        lm_head = torch.randn(head.columns, head.hidden_size, dtype=weight.dtype, device=weight.device)
+        if head.leaves.needs_lm_head:
+            head.leaves.bind_lm_head(lambda hidden: F.linear(hidden, lm_head))
+        head.trunk.bind_embedding(lambda tokens: F.embedding(tokens % head.columns, lm_head))
     return case
 
 
@@ -256,15 +258,15 @@ def draft_kernel(
 
 def weight_bytes(head: Head, num_drafts: int) -> int:
     """Return the bytes of weights that a draft reads: the drafted positions' own ones, the others whole."""
-    of_leaves = (1 + num_drafts) / head.circuit.window
+    of_leaves = (1 + num_drafts - head.leaves.skip) / head.leaves.num_leaves
     shares = {"leaf_weight": of_leaves, "component_in": of_leaves, "component_out": of_leaves}
     shares |= {"token_source": num_drafts / head.vocab_size, "token_target": num_drafts / (head.circuit.window - 1)}
     total = 0
     for name, weight in head.named_parameters():
-        share = next((share for start, share in shares.items() if name.startswith(start)), 1)
+        share = shares.get(name.removeprefix("leaves."), 1)
         total += round(share * weight.numel()) * weight.element_size()
-    if head.needs_lm_head:
-        total += head.vocab_size * head.hidden_size * next(head.parameters()).element_size()
+    if head.leaves.needs_lm_head:
+        total += head.columns * head.hidden_size * next(head.parameters()).element_size()
     return total
 
 

@@ -46,36 +46,32 @@ from vllm_mtpc import demo
 from vllm_mtpc.cli import guard
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.engine import provenance
-from vllm_mtpc.heads import build_head
-from vllm_mtpc.heads.backbone import BackboneHead
-from vllm_mtpc.heads.base import Head
+from vllm_mtpc.heads.head import Head, build_head
 from vllm_mtpc.kernels.draft.kernel import CircuitDrafter
 from vllm_mtpc.proposers.options.draft_memory import rows_at_once
 from vllm_mtpc.proposers.v2.backbone_speculator import ServedBackbone
+from vllm_mtpc.proposers.v2.draft_graphs import replace_attributes
 from vllm_mtpc.proposers.v2.lora import Gate, GatedLinear
-from vllm_mtpc.proposers.v2.speculator import replace_attributes
 from vllm_mtpc.report import check_file, print_table, write_json
 
 DRAFTS, WIDTH, DTYPE = 7, 4096, torch.bfloat16
 BYTES_PER_S, FLOPS_PER_S, LAUNCH_S = 3.35e12, 8e14, 2.5e-6  # of an H100: memory, bfloat16 products, in a CUDA graph
-LOW, TOKENS = {"component_rank": 16}, {"token_rank": 32}
+LM_HEAD = {"kind": "lm_head", "component_rank": 0}
+LOW = LM_HEAD | {"component_rank": 16}
 HEADS: dict[str, dict[str, Any]] = {
     "ff": {"circuit": "ff"},
     "cp r=8": {"circuit": "cp"},
     "btree r=8": {},
-    "btree r=8 c=16": LOW,
-    "btree r=8 c=16 t=32": LOW | TOKENS,
+    "btree r=8 c=16": {"leaves": LOW},
+    "btree r=8 c=16 t=32": {"leaves": LOW | {"token_rank": 32}},
 }
 BATCHES, VOCABULARIES = (1, 32, 256), (128256, 151936)
 SETTINGS = {f"shared {name} V={size}": {"V": size, **own} for size in VOCABULARIES for name, own in HEADS.items()}
-SETTINGS["linear btree r=32 V=320"] = {"V": 320, "head": "linear", "num_components": 32}
+SETTINGS["linear btree r=32 V=320"] = {"V": 320, "leaves": {"kind": "own"}, "num_components": 32}
 # layers of Qwen3 8B: 5 for a backbone, and the 36 of the target
 LAYERS = {"heads": 32, "kv_heads": 8, "head_dim": 128, "width": 12288}
-BACKBONE: dict[str, Any] = {f"backbone_{name}": size for name, size in LAYERS.items()} | {
-    "V": 151936,
-    "head": "backbone",
-}
-BACKBONE |= {"backbone_layers": 5, "aux_hidden_state_layer_ids": [1, 9, 17, 25, 33], **LOW}
+TRUNK = {"kind": "backbone", "layers": 5, "aux_hidden_state_layer_ids": [1, 9, 17, 25, 33], **LAYERS}
+BACKBONE: dict[str, Any] = {"V": 151936, "trunk": TRUNK, "leaves": LOW | {"expander_rank": 0}}
 TARGET_LAYERS, LORA_RANK = 36, 16
 PASSES = ("backbone btree r=8 c=16 V=151936", "PTP two passes V=151936", "PTP merged V=151936")
 HEADER = ("head", "B", "operations", "Triton", "MB", "ideal MB", "of ideal", "GFLOP", "ms", "ideal ms")
@@ -159,7 +155,7 @@ def traced(batch: int) -> Iterator[Counter[str]]:
 
 def head_config(V: int, **options: Any) -> HeadConfig:
     """Return the config of a head for a target with V tokens."""
-    given = {"circuit": "btree", "head": "shared", "window": 1 + DRAFTS, **options}
+    given = {"circuit": "btree", "trunk": {"kind": "none"}, "leaves": LM_HEAD, "window": 1 + DRAFTS, **options}
     given.setdefault("num_components", 1 if given["circuit"] == "ff" else 8)
     return HeadConfig.create(**given, target={"vocab_size": V, "hidden_size": WIDTH}, verifier="-")
 
@@ -168,11 +164,13 @@ def make_head(config: HeadConfig) -> Head:
     """Return a head of meta tensors, whose lm_head is one product."""
     with torch.device("meta"), set_default_torch_dtype(DTYPE):
         head = build_head(config).requires_grad_(False)
-        if head.needs_lm_head:
+        if head.leaves.needs_lm_head:
             lm_head = torch.empty(config.vocab_size, WIDTH, dtype=DTYPE)
-            head.bind_lm_head(lambda states: F.linear(states.flatten(0, 2), lm_head).unflatten(0, states.shape[:3]))
-        if isinstance(head, BackboneHead):
-            head.bind_embedding(lambda tokens: F.embedding(tokens, lm_head))
+            head.leaves.bind_lm_head(
+                lambda states: F.linear(states.flatten(0, 2), lm_head).unflatten(0, states.shape[:3])
+            )
+        if head.trunk.needs_embedding:
+            head.trunk.bind_embedding(lambda tokens: F.embedding(tokens, lm_head))
     return head
 
 
@@ -186,7 +184,7 @@ def make_draft(head: Head, batch: int) -> Callable[[], None]:
     def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    shape = (batch, head.num_queries, WIDTH) if isinstance(head, BackboneHead) else (batch, WIDTH)
+    shape = (batch, head.trunk.num_queries, WIDTH) if head.trunk.is_per_position else (batch, WIDTH)
     hidden, first, slots, seeds, pos = empty(*shape, dtype=DTYPE), *(empty(batch) for _ in range(4))
     tokens, confidences = empty(batch, DRAFTS), empty(batch, DRAFTS, dtype=torch.float32)
     temperature, cache = empty(batch, dtype=torch.float32), empty(batch, DRAFTS, size, dtype=DTYPE)
@@ -216,7 +214,7 @@ def serve_layers(config: HeadConfig, head: Head, own: Counter[str]) -> ServedBac
         for context in (set_current_vllm_config(made), torch.device("meta"), set_default_torch_dtype(DTYPE)):
             stack.enter_context(context)
         served = ServedBackbone(config, made).requires_grad_(False)
-        served.load_weights(head.backbone.state_dict())
+        served.load_weights(head.trunk.backbone.state_dict())
 
     def touch(*tensors: Tensor) -> None:
         own["operations"] += 1
@@ -275,9 +273,9 @@ def measure_pass(name: str, batch: int) -> dict[str, Any]:
     positions, first = empty(rows, dtype=torch.int64), empty(batch, dtype=torch.int64)
     with torch.no_grad(), mock.patch.object(torch.Tensor, "is_cuda", True), traced(batch) as count:
         if is_backbone:
-            aux = torch.cat([empty(rows, WIDTH) for _ in config.aux_hidden_state_layer_ids], dim=-1)
+            aux = torch.cat([empty(rows, WIDTH) for _ in config.trunk.aux_hidden_state_layer_ids], dim=-1)
             served.write_context(torch.mm(aux, served.fc.weight.T), positions, [positions] * len(served.layers))
-            served(positions, head.queries(first).flatten(0, 1))
+            served(positions, head.trunk.queries(first).flatten(0, 1))
             draft()
         else:
             served(positions, empty(rows, WIDTH))
@@ -299,7 +297,7 @@ def measure(name: str, batch: int) -> dict[str, Any]:
     with torch.no_grad(), mock.patch.object(torch.Tensor, "is_cuda", True), traced(batch) as count:
         draft()
     r, positions = head.circuit.num_components, DRAFTS + (head.circuit.num_components > 1)
-    leaves = r if head.component_rank == 0 else 1
+    leaves = r if head.leaves.component_rank == 0 else 1
     products = 2 * batch * positions * leaves * head.vocab_size * WIDTH
     logits = batch * positions * leaves * head.vocab_size * DTYPE.itemsize
     conditionals = batch * DRAFTS * head.vocab_size * DTYPE.itemsize

@@ -107,6 +107,17 @@ def backbone_circuits() -> str:
     return table("circuit|`token_rank`", lines, ["parameters trained", "T=1", "T=0"])
 
 
+def parts() -> str:
+    """Return the table of trunks, circuits and leaves on a real vocabulary."""
+    lines = []
+    for row in content("smollm2-grid")["rows"]:
+        shown = [f"{cell(row[t], 3)} ({row[t]['gain'][0]:+.3f} ± {row[t]['gain'][1]:.3f})" for t in ("t1", "t0")]
+        given = " ".join(f"{share:.2f}".removeprefix("0") for share in row["t1"]["given"])
+        lines.append([row["name"], millions(row["parameters"]), *shown, given, f"{row['seconds'] / 60:.0f}"])
+    columns = ["parameters", "T=1 (difference)", "T=0 (difference)", "accepted after the drafts before", "minutes"]
+    return table("trunk, circuit, leaves", lines, columns)
+
+
 def served(name: str, decodings: Mapping[str, str]) -> str:
     """Return tokens/step and speed-ups of one client."""
     rows, lines = read(name), []
@@ -147,7 +158,12 @@ def training(name: str) -> str:
         shape = row["shape"]
         sizes = [f"{shape[key]:,}" for key in ("vocab_size", "hidden_size", "window", "components")]
         gib = [f"{row[key] / 2**30:.2f}" for key in ("peak_bytes", "expected_bytes")]
-        rest = [shape["head"], millions(row["parameters"]), f"{shape['windows']:,}", f"{shape['chunk']:,}"]
+        rest = [
+            shape.get("leaves") or shape["head"],
+            millions(row["parameters"]),
+            f"{shape['windows']:,}",
+            f"{shape['chunk']:,}",
+        ]
         lines.append([shape["name"], *sizes, *rest, *gib, f"{row['window_tokens_per_second']:,.0f}"])
     columns = ["head", "parameters", "windows", "chunk", "peak GiB", "formula GiB", "window tokens/s"]
     return table("shape|V|D|n|r", lines, columns)
@@ -158,6 +174,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "states": states,
     "native": native,
     "backbone circuits": backbone_circuits,
+    "parts": parts,
     "tokens": tokens,
     "tokens served": partial(served, "serve-tokens-cpu", TOKENS),
     "shakespeare": shakespeare,

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.draft import BYTES, default_head
+from benchmarks.draft import BYTES
 from vllm_mtpc.circuits import CIRCUITS, circuit_class
 from vllm_mtpc.errors import MtpcError, UsageError
 
@@ -109,21 +109,19 @@ def write_target(folder: Path, shape: Shape, name: str, max_model_len: int) -> A
 
 
 def write_head(folder: Path, target: Any, args: argparse.Namespace) -> None:
-    """A head of random weights, in bfloat16."""
+    """A head of random weights, in bfloat16, with the default trunk and leaves."""
     import torch
 
     from vllm_mtpc.checkpoint import save_head
     from vllm_mtpc.config.mtpc_config import HeadConfig
-    from vllm_mtpc.heads import build_head
+    from vllm_mtpc.heads.head import build_head
 
-    kind = args.head or default_head(target.vocab_size)
     config = HeadConfig.create(
         circuit=args.circuit,
         window=args.window,
         num_components=min(args.components, circuit_class(args.circuit).max_components),
         target=target,
         verifier="../SYNTHETIC-target",
-        head=kind,
     )
     torch.manual_seed(0)
     default = torch.get_default_dtype()
@@ -159,7 +157,6 @@ def parser() -> argparse.ArgumentParser:
     add("--circuit", default="btree", help=f"one of {', '.join(CIRCUITS)} (default: btree)")
     add("--window", type=int, default=8, metavar="N", help="tokens of the head's window (default: 8)")
     add("--components", type=int, default=8, metavar="R", help="components (default: 8, or the most a circuit has)")
-    add("--head", help="kind of head (default: linear, shared above 320 tokens)")
     add(
         "--acceptance", type=float, nargs="+", default=[0.7], metavar="P", help="chance of each further draft, or all K"
     )

@@ -49,16 +49,16 @@ SIZES = {
 
 
 def head_parameters(size: Size) -> int:
-    """Return the parameters of the shared btree head."""
+    """Return the parameters of the btree head without a trunk."""
     import torch
 
     from vllm_mtpc.config.mtpc_config import HeadConfig
-    from vllm_mtpc.heads import build_head
+    from vllm_mtpc.heads.head import build_head
 
     sizes = {"vocab_size": size.vocab_size, "hidden_size": size.hidden_size}
-    ranks = {"component_rank": COMPONENT_RANK, "token_rank": TOKEN_RANK}
-    given = {"circuit": "btree", "window": WINDOW, "num_components": COMPONENTS, "head": "shared"}
-    config = HeadConfig.create(**given, target=sizes, verifier="none", **ranks)
+    leaves = {"kind": "lm_head", "component_rank": COMPONENT_RANK, "token_rank": TOKEN_RANK}
+    given = {"circuit": "btree", "window": WINDOW, "num_components": COMPONENTS}
+    config = HeadConfig.create(**given, target=sizes, verifier="none", trunk={"kind": "none"}, leaves=leaves)
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in build_head(config).parameters())
 

@@ -54,7 +54,7 @@ class Shape:
     components: int
     windows: int  # B, of one optimiser step
     chunk: int  # windows whose logits exist at once; `windows`: all of them
-    head: str = "linear"
+    leaves: str = "own"  # the trunk is none
     circuit: str = "btree"
     likelihood: bool = False  # of the text alone, in place of the trainer's own loss, which reads the target's
     steps: int = 2  # timed, after one that is not
@@ -65,8 +65,8 @@ CHUNKED = (
     Shape("demo", 257, 128, 8, 8, windows=2048, chunk=256),
     Shape("demo, likelihood", 257, 128, 8, 8, windows=2048, chunk=256, likelihood=True),
     Shape("bytes", 320, 1024, 16, 32, windows=1024, chunk=64),
-    Shape("subwords", 32000, 1024, 8, 8, windows=128, chunk=16, head="shared", steps=1),
-    Shape("subwords, likelihood", 32000, 1024, 8, 8, 128, 16, head="shared", likelihood=True, steps=1),
+    Shape("subwords", 32000, 1024, 8, 8, windows=128, chunk=16, leaves="lm_head", steps=1),
+    Shape("subwords, likelihood", 32000, 1024, 8, 8, 128, 16, leaves="lm_head", likelihood=True, steps=1),
 )
 SHAPES = (
     *(way for shape in CHUNKED for way in (shape, replace(shape, chunk=shape.windows))),
@@ -160,27 +160,27 @@ class Job:
         import torch
 
         from vllm_mtpc.config.mtpc_config import HeadConfig
-        from vllm_mtpc.heads import build_head
+        from vllm_mtpc.heads.head import build_head
         from vllm_mtpc.train.options import parse
         from vllm_mtpc.train.trainer import BETAS
 
         self.shape = shape
         r, n, sizes = shape.components, shape.window, {"vocab_size": shape.vocab_size, "hidden_size": shape.hidden_size}
-        changes = {"circuit": shape.circuit, "window": n, "components": r, "head": shape.head}
+        parts = {"trunk": {"kind": "none"}, "leaves": {"kind": shape.leaves}}
+        changes = {"circuit": shape.circuit, "window": n, "components": r, **parts}
         changes |= {"chunk_windows": shape.chunk, **({"beta": 0.0, "acceptance": 0.0} if shape.likelihood else {})}
         self.options = parse({"target": "random", "data": ["random"], "out": "none", **changes})
-        config = HeadConfig.create(
-            circuit=shape.circuit, window=n, num_components=r, target=sizes, verifier="random", head=shape.head
-        )
+        given = {"circuit": shape.circuit, "window": n, "num_components": r, **parts}
+        config = HeadConfig.create(**given, target=sizes, verifier="random")
         torch.manual_seed(0)
         with torch.device(device):
             self.head = build_head(config)
             self.hidden = torch.randn(shape.windows, shape.hidden_size)
             self.tokens = torch.randint(0, shape.vocab_size, (shape.windows, n))
-            needs = self.head.needs_lm_head or self.options.needs_distribution
+            needs = self.head.leaves.needs_lm_head or self.options.needs_distribution
             self.lm_head = torch.randn(shape.vocab_size, shape.hidden_size) * 0.02 if needs else None
-        if self.head.needs_lm_head:
-            self.head.bind_lm_head(self._logits)
+        if self.head.leaves.needs_lm_head:
+            self.head.leaves.bind_lm_head(self._logits)
         self.parameters = sum(parameter.numel() for parameter in self.head.parameters())
         self.frozen = 0 if self.lm_head is None else self.lm_head.numel()
         self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=3e-4, betas=BETAS, weight_decay=0.0, fused=True)

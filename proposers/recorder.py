@@ -21,7 +21,7 @@ from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank
 
 from vllm_mtpc.files import replacing
-from vllm_mtpc.heads.hosted import DRAFTER
+from vllm_mtpc.heads.trunk.drafter import DRAFTER
 from vllm_mtpc.proposers.worker.drafter import DrafterLmHead
 
 

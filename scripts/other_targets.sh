@@ -34,7 +34,7 @@ serve() { # NAME DATA
 }
 
 target qwen3 subword_target --family qwen3 --vocab-size 2048 --hidden-size 160 --steps 350
-drafter qwen3 "$library/*.py" --head shared --window 6 --components 4 --expander-rank 64 --max-steps 200 \
+drafter qwen3 "$library/*.py" --window 6 --components 4 --max-steps 200 \
     --windows-per-step 192 --seq-len 128 --learning-rate 0.003
 target neox subword_target --family neox --vocab-size 1024 --hidden-size 128 --steps 250 --text "$out/tables.txt"
 drafter neox "$out/tables.txt" --window 8 --components 4 --max-steps 200 --windows-per-step 192 --seq-len 256 \

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A subword target end to end: a BPE of 4096 ids, a small Llama, its own text, FF and BTree heads that borrow its
-# lm_head (--head shared) and look at the token before, and both served next to plain vLLM.
+# lm_head and look at the token before, and both served next to plain vLLM.
 #
 #   scripts/subword_demo.sh [--quick] [--text FILE]
 #
@@ -39,13 +39,13 @@ write --data "$out/train.jsonl" --out "$out/responses.jsonl" --crops 3 --limit "
 write --data "$out/valid.jsonl" --out "$out/heldout.jsonl" --crops 4 --limit 128 --max-tokens 6 --seed 2
 
 for circuit in ff btree; do
-    sizes=(--components 4 --component-rank 16)
+    sizes=(--components 4)
     [ "$circuit" = ff ] && sizes=(--components 1)
     [ -f "$out/$circuit/model.safetensors" ] && continue
     rm -rf "$out/$circuit/state"  # of an interrupted run: start over
     "$python" -m vllm_mtpc train --target "$out/target" \
         --data "$out/responses.jsonl" --validation-data "$out/heldout.jsonl" --out "$out/$circuit" \
-        --head shared --circuit "$circuit" "${sizes[@]}" --token-rank 32 --window 6 --expander-rank 64 \
+        --circuit "$circuit" "${sizes[@]}" --leaves.token-rank 32 --window 6 \
         --windows-per-step 192 --seq-len 128 --max-steps "$head_steps" --learning-rate 0.003 \
         --evaluation-sequences "$([ -n "$quick" ] && echo 4 || echo 48)"
 done

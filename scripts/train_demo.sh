@@ -94,7 +94,7 @@ circuits() {
         kind=("${states[@]}" --circuit "$circuit" --components 4)
         [ "$circuit" = btree ] && kind=("${states[@]}" --circuit btree --components 8)
         train train_demo.yaml --out "$data/$circuit" "${first[@]}" "${kind[@]}"
-        train train_demo.yaml --out "$out/$circuit" "${kind[@]}" --token-rank 32 --init-from "$data/$circuit" \
+        train train_demo.yaml --out "$out/$circuit" "${kind[@]}" --leaves.token-rank 32 --init-from "$data/$circuit" \
             --verifier ../target --learning-rate 0.003 --max-steps 1000
     done
 }
@@ -104,9 +104,11 @@ with_long=(--data "${responses[@]}" "$data/long.jsonl" --seq-len 1024 --max-step
 
 # Own draft layers: a drafter whose leaves are ff, as DFlash, then a circuit on it and all of it learning.
 backbone() {
-    circuit=(--precision bf16 --head backbone --circuit btree --components 8 --component-rank 32 --token-rank 32)
-    train train_demo.yaml --out "$data/drafter" "${first[@]}" --precision bf16 --head backbone --circuit ff --backbone-layers 3 \
-        --backbone-width 512 --aux-hidden-state-layer-ids 1 3 5 7 8 --acceptance 0.5 --max-steps 2000 --block-rows 48
+    kind=(--precision bf16 --leaves lm_head --trunk backbone --trunk.layers 3 --trunk.width 512
+        --trunk.aux-hidden-state-layer-ids "[1, 3, 5, 7, 8]")
+    circuit=("${kind[@]}" --circuit btree --components 8 --leaves.component-rank 32 --leaves.token-rank 32)
+    train train_demo.yaml --out "$data/drafter" "${first[@]}" "${kind[@]}" --circuit ff --acceptance 0.5 \
+        --max-steps 2000 --block-rows 48
     train train_demo.yaml --out "$data/backbone" "${first[@]}" "${circuit[@]}" --init-from "$data/drafter" \
         --learning-rate 0.002 --max-steps 800 --block-rows 48
     train train_demo.yaml --out "$out/backbone" "${circuit[@]}" --init-from "$data/backbone" --verifier ../target \

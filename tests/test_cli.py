@@ -17,7 +17,7 @@ from vllm_mtpc.cli import COMMANDS, guard, main
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import SETUP, EngineFailed
 from vllm_mtpc.families import FAMILIES, Family
-from vllm_mtpc.heads import build_head
+from vllm_mtpc.heads.head import build_head
 
 ROOT = Path(__file__).parents[1]
 

@@ -8,8 +8,8 @@ from typing import Any
 from tqdm import tqdm
 
 LINE_SECONDS = 15
-LINE = "{desc}: {n_fmt}/{total_fmt}{unit}, {elapsed} so far, {remaining} left{postfix}"
-LINE_WITHOUT_TOTAL = "{desc}: {n_fmt}{unit}, {elapsed} so far{postfix}"
+LINE = "{desc}: {n_fmt}/{total_fmt}{unit}, {rate_fmt}, {elapsed} so far, {remaining} left{postfix}"
+LINE_WITHOUT_TOTAL = "{desc}: {n_fmt}{unit}, {rate_fmt}, {elapsed} so far{postfix}"
 
 
 class Bar(tqdm):

@@ -185,6 +185,13 @@ def own_text(programme: Programme) -> dict[str, Any]:
 CIRCUITS = [("ff", 1), *((circuit, r) for circuit in ("cp", "hmm", "btree") for r in (8, 32))]
 WINDOWS = (8, 16)
 LORA_LAYERS = (0, 1, 2, 4)
+
+
+def lora(layers: int) -> dict[str, Any]:
+    """Options of a head with adapters on so many layers, maybe none."""
+    return {"trunk": "lora", "trunk.layers": layers} if layers else {}
+
+
 AT_ONCE = 2  # heads served by one part: six starts of an engine
 
 
@@ -226,7 +233,7 @@ def paper(programme: Programme) -> list[Part]:
         if (circuit, r) in programme.size((("ff", 1), ("btree", 32)), (("btree", 2),)):
             given = {"circuit": circuit, "window": n, "components": r, "init_from": start, **steps[400]}
             layers = programme.size(LORA_LAYERS, LORA_LAYERS[:2])  # the toy target has two
-            made |= {start.with_name(f"{start.name}-lora{k}"): {**given, "lora_layers": k} for k in layers}
+            made |= {start.with_name(f"{start.name}-lora{k}"): {**given, **lora(k)} for k in layers}
     how = {"concurrency": 1, "prompts": programme.size(16, 2), "variant": EVERY_DRAFT, **own_text(programme)}
     for folder, options in made.items():
         part = trained(programme, f"train-{folder.name}", folder, 150, **options)
@@ -385,7 +392,8 @@ def train(programme: Programme) -> list[Part]:
     greedy |= programme.size({"concurrency": 8, "max_tokens": 32}, {"concurrency": 1, "max_tokens": 8})
     drafting = {"method": "mtpc", "model": str(head), "num_speculative_tokens": programme.size(7, 3), **ALL_DRAFTS}
     greedy |= {"peer": f"head={json.dumps(drafting)}", "environment": IEEE}
-    options = {"states": "vllm", "head": "shared", "component_rank": 16, "token_rank": 32, "target_dtype": dtype}
+    options = {"states": "vllm", "trunk": "none", "leaves": "lm_head", "target_dtype": dtype}
+    options |= {"leaves.component_rank": 16, "leaves.token_rank": 32}
     options |= programme.size(
         {"window": 8, "components": 8, "minutes": 4, "seq_len": 1024, "precision": "bf16", "evaluation_sequences": 8},
         {"window": 4, "components": 2, "max_steps": 2, "seq_len": 40, "windows_per_step": 8, "evaluation_sequences": 2},

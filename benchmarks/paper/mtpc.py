@@ -100,7 +100,9 @@ def layers(quick: bool) -> Iterator[Row]:
             start, _ = circuit(quick, name, n, 1 if name == "ff" else r)
             for count in LAYERS[:2] if quick else LAYERS:
                 more = {"circuit": name, "window": n, "components": 1 if name == "ff" else r, "init_from": str(start)}
-                more |= {"max_steps": CONTINUED, "learning_rate": 2e-3} | ({"lora_layers": count} if count else {})
+                more |= {"max_steps": CONTINUED, "learning_rate": 2e-3} | (
+                    {"trunk": {"kind": "lora", "layers": count}} if count else {}
+                )
                 _, record = trained(f"{name}-n{n}-lora{count}", quick, **more)
                 yield {"n": n, "circuit": name.upper(), "layers": count, **expected(record)}
 

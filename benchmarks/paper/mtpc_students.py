@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from vllm_mtpc.heads.base import Head
+from vllm_mtpc.heads.head import Head
 from vllm_mtpc.train.circuit_trainer import CircuitTrainer
 from vllm_mtpc.train.options import TrainOptions
 

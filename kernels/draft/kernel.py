@@ -68,6 +68,8 @@ class CircuitDrafter:
         one_launch: which path; None chooses by the size of a leaf.
         shard: of a divided vocabulary; leaves are then this rank's columns [B, K, r, shard.rows], while tokens and
             cache are those of the whole vocabulary.
+        ids: [Vd] int64, strictly rising, the tokens of a leaf's columns [B, K, r, Vd], or None; not with a shard or
+            without evidence. Tokens, noise, `bigram.source`, `allowed` and cache are those of the V tokens.
     """
 
     def __init__(
@@ -80,12 +82,14 @@ class CircuitDrafter:
         use_fp64: bool = False,
         one_launch: bool | None = None,
         shard: Shard | None = None,
+        ids: Tensor | None = None,
     ) -> None:
+        assert shard is None or ids is None, "a divided vocabulary has no draft vocabulary"
         self.program, depth = encode(program, device)
         size = triton.next_power_of_2(num_components)
-        small = shard is None and is_small(num_components, vocab_size)
-        self.one_launch, self.shard = small if one_launch is None else one_launch, shard
-        self.width = vocab_size if shard is None else shard.rows
+        self.width = shard.rows if shard is not None else vocab_size if ids is None else len(ids)
+        small = shard is None and is_small(num_components, self.width)
+        self.one_launch, self.shard, self.ids = small if one_launch is None else one_launch, shard, ids
         self.sizes = {"R": size, "DEPTH": depth}
         self.noise = {"NOISED_ARGMAX": noised_argmax, "USE_FP64": use_fp64}
 
@@ -128,7 +132,8 @@ class CircuitDrafter:
             tokens: [B, K] int64, written.
             confidences: [B, K] float32, written.
             cache: [slots, K or more, V] of any float dtype, or None. cache[slot, k] becomes log q_k before temperature,
-                rounded to the dtype of the cache: the values that the noise was added to.
+                rounded to the dtype of the cache: the values that the noise was added to. Tokens that are not in `ids`
+                are not written: the caller fills the cache with -inf once.
             allowed: [B, K, ceil(V / 32)] int32, a bit for every token, V that of the whole vocabulary; or None. Where
                 it is 0, log q_k is -inf; the others are not normalised again.
             draw: False drafts the argmax for every request.
@@ -181,7 +186,7 @@ class CircuitDrafter:
             leaf=batch.leaves.leaf, **batch.leaves.strides, first_ptr=batch.first, bias=batch.bias,
             circuit=batch.circuit, requests=batch.requests, **batch.rows, **batch.outputs, cache=batch.cache,
             num_drafts=num_drafts, num_inner=batch.circuit.inner_ptr.shape[1], r=r, vocab_size=vocab_size,
-            **self.noise, DRAW=batch.draw, sizes=sizes, DEPTH=self.sizes["DEPTH"],
+            map_ptr=self.ids, **self.noise, DRAW=batch.draw, sizes=sizes, DEPTH=self.sizes["DEPTH"],
             BLOCKS=triton.cdiv(self.width, sizes.BLOCK), CHUNK=chunk, num_warps=warps, **REGISTERS,
         )  # fmt: skip
 
@@ -234,7 +239,7 @@ class CircuitDrafter:
                 leaf=batch.leaves.leaf, **batch.leaves.strides, **batch.leaves.low, **bias,
                 buffers=buffers._replace(norm_ptr=norms), requests=batch.requests, **batch.rows, cache=cache,
                 k=k, num_drafts=num_drafts, batch=num_reqs, r=r, vocab_size=vocab_size, begin=begin,
-                **self.noise, DRAW=batch.draw, sizes=sizes, num_warps=warps,
+                map_ptr=self.ids, **self.noise, DRAW=batch.draw, sizes=sizes, num_warps=warps,
             )  # fmt: skip
             records = buffers.record_ptr if shard is None else shard.gather(self._nominate(buffers.record_ptr))
             launches.choose[(num_reqs,)](

@@ -82,6 +82,15 @@ def allow(log_q, requests, at, key, mask):
 
 
 @triton.jit
+def id_of(column, map_ptr, mask=None):
+    """The token of a column of the leaves; map_ptr, if not None: tokens [columns]."""
+    token = column
+    if map_ptr is not None:
+        token = tl.load(map_ptr + column, mask=mask).to(column.dtype)
+    return token
+
+
+@triton.jit
 def add_moments(log_q, scale, top, first, second):
     """Update the moments by the tokens of a block."""
     x = log_q * scale
@@ -239,18 +248,20 @@ def start_rows(
 def draft_blocks(
     leaf, leaf_stride, k_stride, z_stride, low_ptr, low_stride, low_k_stride,
     bias, before_ptr, before_stride, buffers, requests, slot_ptr, pos_ptr, cache,
-    k, num_drafts, batch, r, vocab_size, begin,
+    k, num_drafts, batch, r, vocab_size, begin, map_ptr,
     NOISED_ARGMAX: tl.constexpr, DRAW: tl.constexpr, USE_FP64: tl.constexpr, sizes: tl.constexpr,
 ):  # fmt: skip
     """Write one block of draft k's conditionals of ROWS requests to the cache, and their records [blocks, B, 5 + R].
 
     begin, if not None: the first token of this rank, whose cache has a row per request instead of slots.
+    map_ptr, if not None: the tokens of the leaf's columns, which are those of `token` here.
     RANK > 0: with the bias of the tokens before_ptr [B]; normalisers are those of this draft.
     """
     group, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     R: tl.constexpr = sizes.R
     z, token = tl.arange(0, R), block * sizes.BLOCK + tl.arange(0, sizes.BLOCK)
     mask = token < vocab_size
+    key = id_of(token, map_ptr, mask) if begin is None else token + begin
     z_stride = z_stride.to(tl.int64) * sizes.UNIT
     out_ptr = move_out(leaf, k.to(tl.int64), sizes.LOW)
     out = load_out(out_ptr, leaf.out_stride, 0, token, vocab_size, sizes.LOW)
@@ -265,12 +276,11 @@ def draft_blocks(
             low = low_ptr if sizes.LOW == 0 else low_ptr + row * low_stride + k.to(tl.int64) * low_k_stride
             tile = load_leaf(leaf_ptr, z_stride, low, out_ptr, leaf.out_stride, out, token, vocab_size, r, R, sizes.LOW)
             tile = add_bias(tile, terms, number, sizes.RANK, sizes.ROWS)
-            key = token if begin is None else token + begin
             log_q = allow(mixture(tile, weights, norm), requests, row * num_drafts + k, key, mask)
             if cache.ptr is not None:
                 log_q = rounded(log_q, cache.ptr)
                 cached = (slot if begin is None else row) * cache.stride + k.to(tl.int64) * cache.k_stride
-                tl.store(cache.ptr + cached + token, log_q, mask=mask & (slot >= 0))
+                tl.store(cache.ptr + cached + (key if begin is None else token), log_q, mask=mask & (slot >= 0))
             none = tl.full([], 0.0, tl.float32)
             top, first, second = add_moments(log_q, scale, none + float("-inf"), none, none)
             value, index = NOISED_ARGMAX(
@@ -279,7 +289,8 @@ def draft_blocks(
             chosen = block * sizes.BLOCK + index
             message = evidence(leaf_ptr, z_stride, low, out_ptr, leaf.out_stride, chosen, norm, r, R, sizes.LOW)
             at = buffers.record_ptr + (block * batch + row) * (RECORD + R)
-            keep_record(at, value, chosen if begin is None else chosen + begin, top, first, second, message, R)
+            drafted = id_of(chosen, map_ptr) if begin is None else chosen + begin
+            keep_record(at, value, drafted, top, first, second, message, R)
 
 
 @triton.jit
@@ -336,11 +347,14 @@ def spread(log_q_ptr, slot_ptr, cache, num_drafts, rows, width, vocab_size, BLOC
 )
 def draft_rows(
     leaf, leaf_stride, k_stride, z_stride, first_ptr, bias, circuit, requests, slot_ptr, pos_ptr,
-    token_ptr, token_stride, confidence_ptr, confidence_stride, cache, num_drafts, num_inner, r, vocab_size,
+    token_ptr, token_stride, confidence_ptr, confidence_stride, cache, num_drafts, num_inner, r, vocab_size, map_ptr,
     NOISED_ARGMAX: tl.constexpr, DRAW: tl.constexpr, USE_FP64: tl.constexpr, sizes: tl.constexpr,
     DEPTH: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """All drafts of one request; a leaf of one block is read once and stays in registers."""
+    """All drafts of one request; a leaf of one block is read once and stays in registers.
+
+    map_ptr, if not None: the tokens of the leaf's columns, which are those of `token` here.
+    """
     row = tl.program_id(0).to(tl.int64)
     R: tl.constexpr = sizes.R
     slot, temperature, scale, seed, pos = request(requests, slot_ptr, pos_ptr, row, DRAW)
@@ -379,25 +393,27 @@ def draft_rows(
             if BLOCKS > 1:
                 tile = load_biased(leaf_ptr, z_stride, source, target, bias.stride, token, vocab_size, r, CHUNK, sizes)
             mask = token < vocab_size
-            log_q = allow(mixture(tile, weights, norm), requests, row * num_drafts + k, token, mask)
+            key = id_of(token, map_ptr, mask)
+            log_q = allow(mixture(tile, weights, norm), requests, row * num_drafts + k, key, mask)
             if cache.ptr is not None:
                 log_q = rounded(log_q, cache.ptr)
                 cached = cache.ptr + slot * cache.stride + k * cache.k_stride
-                tl.store(cached + token, log_q, mask=mask & (slot >= 0))
+                tl.store(cached + key, log_q, mask=mask & (slot >= 0))
             q_top, first, second = add_moments(log_q, scale, q_top, first, second)
             value, index = NOISED_ARGMAX(
-                log_q, token, mask, seed, pos + k, temperature, IS_DRAFTING=False, USE_FP64=USE_FP64
+                log_q, key, mask, seed, pos + k, temperature, IS_DRAFTING=False, USE_FP64=USE_FP64
             )
             is_better = value > largest
             largest = tl.where(is_better, value, largest)
             chosen = tl.where(is_better, (block * sizes.BLOCK + index).to(tl.int64), chosen)
 
-        tl.store(token_ptr + row * token_stride + k, chosen)
+        drafted = id_of(chosen, map_ptr)
+        tl.store(token_ptr + row * token_stride + k, drafted)
         tl.store(confidence_ptr + row * confidence_stride + k, confidence(first, second, temperature, DRAW))
         if k + 1 < num_drafts:
             message = evidence(leaf_ptr, z_stride, None, None, None, chosen, norm, r, R, 0)
             if sizes.RANK > 0:
-                before = chosen
+                before = drafted
             weights, stack = machine.advance(
                 circuit.program_ptr, k + 2, weights, stack, message, inner_ptr, r, R, DEPTH
             )

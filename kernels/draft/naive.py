@@ -30,6 +30,7 @@ def draft(
     pick: Pick,
     dtype: torch.dtype = torch.float32,
     shard: Shard | None = None,
+    ids: Tensor | None = None,
 ) -> Tensor:
     """Draft K tokens [B, K] int64, each picked from log q(. | tokens before); float32 arithmetic.
 
@@ -45,6 +46,8 @@ def draft(
         pick: (log q [B, V] float32, k) -> tokens [B].
         dtype: log q is rounded to it before a token is picked, since it is stored and scored in that dtype.
         shard: of a divided vocabulary; every rank picks from the same log q [B, V].
+        ids: [Vd] int64, the tokens of the columns of leaves, `low.out` and `bigram.target`; `pick` then returns columns
+            of log q [B, Vd]. Not with a shard or without evidence.
     """
     if low is not None:
         leaf_logits = LowRank(low.low.float(), low.out.float()).leaves(leaf_logits.float())
@@ -53,12 +56,12 @@ def draft(
     inner = inner_logits.float().log_softmax(dim=-1)
     weights, stack = advance(program[0], root_logits.float().log_softmax(dim=-1), (), evidence, inner)
     weights, stack = advance(program[1], weights, stack, evidence, inner)
-    columns: list[Tensor] = []
+    tokens: list[Tensor] = []
     norms = None if shard is None or bigram is not None else _norms(leaf_logits, shard)  # of all drafts at once
     for k in range(leaf_logits.shape[1]):
         leaf = leaf_logits[:, k].float()  # [B, r, V]
         if bigram is not None:
-            bias = bigram.bias(k, columns[-1] if k else first)
+            bias = bigram.bias(k, tokens[-1] if k else first)
             leaf = leaf + (bias if shard is None else shard.columns(bias))[:, None]
         if shard is None:
             leaf = leaf.log_softmax(dim=-1)
@@ -66,12 +69,13 @@ def draft(
             norm = _norms(leaf[:, None], shard)[:, 0] if norms is None else norms[:, k]
             leaf = leaf - norm[..., None]
         log_q = torch.logsumexp(weights.unsqueeze(-1) + leaf, dim=1).to(dtype)
-        columns.append(pick((log_q if shard is None else shard.whole(log_q)).float(), k))
+        column = pick((log_q if shard is None else shard.whole(log_q)).float(), k)
+        tokens.append(column if ids is None else ids[column])
         if k + 1 < leaf_logits.shape[1]:
-            token = columns[-1].view(-1, 1, 1).expand(-1, leaf.shape[1], 1)
-            evidence = leaf.gather(2, token)[..., 0] if shard is None else shard.at(leaf, columns[-1])
+            index = column.view(-1, 1, 1).expand(-1, leaf.shape[1], 1)
+            evidence = leaf.gather(2, index)[..., 0] if shard is None else shard.at(leaf, column)
             weights, stack = advance(program[k + 2], weights, stack, evidence, inner)
-    return torch.stack(columns, dim=1)
+    return torch.stack(tokens, dim=1)
 
 
 def _norms(leaf_logits: Tensor, shard: Shard) -> Tensor:

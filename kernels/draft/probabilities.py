@@ -27,26 +27,28 @@ def draft(
     bigram: Bigram | None = None,
     *,
     pick: Pick,
+    ids: Tensor | None = None,
 ) -> Tensor:
     """Draft K tokens [B, K] int64; arguments as in `naive.draft`, without a shard."""
     inner = inner_logits.float().softmax(dim=-1).unbind(1)
     message = evidence.softmax(dim=-1)[:, None]  # [B, 1, r]
     weights, stack = _advance(program[0], root_logits.float().softmax(dim=-1)[:, None], [], message, inner)
     weights, stack = _advance(program[1], weights, stack, message, inner)
-    leaves, columns = leaf_logits.float().softmax(dim=-1).unbind(1), list[Tensor]()
+    leaves, tokens = leaf_logits.float().softmax(dim=-1).unbind(1), list[Tensor]()
     for k, leaf in enumerate(leaves):  # [B, r, V]
         if bigram is None:
             q = torch.baddbmm(TINY, weights, leaf)[:, 0]
         else:  # q(v) = sum_z w_z p_z(v) e(v) / sum_v' p_z(v') e(v')
-            factors = bigram.bias(k, columns[-1] if k else first).softmax(dim=-1)
+            factors = bigram.bias(k, tokens[-1] if k else first).softmax(dim=-1)
             scale = torch.baddbmm(TINY, leaf, factors[..., None]).mT.reciprocal()  # [B, 1, r]
             q = torch.baddbmm(TINY, weights * scale, leaf)[:, 0] * factors
-        columns.append(pick(q.log(), k))
+        column = pick(q.log(), k)
+        tokens.append(column if ids is None else ids[column])
         if k + 1 < len(leaves):
-            message = leaf.gather(2, columns[-1].view(-1, 1, 1).expand(-1, leaf.shape[1], 1)).mT
+            message = leaf.gather(2, column.view(-1, 1, 1).expand(-1, leaf.shape[1], 1)).mT
             message = message if bigram is None else message * scale
             weights, stack = _advance(program[k + 2], weights, stack, message, inner)
-    return torch.stack(columns, dim=1)
+    return torch.stack(tokens, dim=1)
 
 
 def _advance(

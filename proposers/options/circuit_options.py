@@ -114,7 +114,7 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
             made = cls(**options, target_model_config=target, target_parallel_config=parallel)
         except ValidationError as error:
             raise ServeConfigError(f"speculative_config: {one_line(error, list(cls.user_keys))}") from None
-        if getattr(head, "drafter", None) is not None:  # a field of circuit heads alone
+        if getattr(head, "hosted", None):  # of circuit heads alone
             made.hosted = configure_drafter(made)
         refuse(made.rows(), subject)
         # no default where data-parallel ranks step together, and none for a prescribed acceptance
@@ -156,11 +156,11 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
     @property
     def aux_layers(self) -> list[int]:
         """Layers of the target whose input states the head's draft layers or backbone read."""
-        if count := getattr(self.head, "lora_layers", 0):  # a field of circuit heads alone
+        if count := getattr(self.head, "lora_layers", 0):  # of circuit heads alone
             return [self.target_model_config.hf_text_config.num_hidden_layers - count]
         if self.hosted:
             return list(get_eagle3_aux_layers_from_config(self.hosted) or [])
-        return list(getattr(self.head, "aux_hidden_state_layer_ids", None) or [])
+        return self.head.trunk.aux_hidden_state_layer_ids if self.has_backbone else []
 
     @property
     def reads_aux(self) -> bool:
@@ -169,7 +169,7 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
 
     @property
     def has_backbone(self) -> bool:
-        return getattr(self.head, "head", None) == "backbone"
+        return self.method == "mtpc" and self.head.trunk.kind == "backbone"
 
     @property
     def lookahead(self) -> int:
@@ -208,9 +208,7 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
     @property
     def second_pass(self) -> str:
         """The head's name in errors if it runs layers of its own over the target's KV cache, else empty."""
-        if self.head.has_drafter:
-            return f"a head of kind {self.head.head!r}"
-        return f"a head with lora_layers={self.head.lora_layers}" if self.head.lora_layers else ""
+        return f"a head with trunk {self.head.trunk.kind!r}" if self.head.has_draft_layers else ""
 
     def rows(self) -> refusals.Rows:
         """Yield what heads of this method are not served with on the target."""
@@ -227,8 +225,7 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
 
 def configure_drafter(made: MtpcSpeculativeConfig) -> SpeculativeConfig:
     """Return vLLM's config of the drafter that the head of `made` names; raise ServeConfigError where it has none."""
-    drafter = made.head.drafter
-    assert drafter is not None
+    drafter = made.head.hosted
     options = drafter.serving(Path(made.model_folder), made.head.window - 1 if drafter.has_block else 1)
     targets = {name: getattr(made, name) for name in ("target_model_config", "target_parallel_config")}
     try:
@@ -238,7 +235,7 @@ def configure_drafter(made: MtpcSpeculativeConfig) -> SpeculativeConfig:
         whose = f"drafter {drafter.method} of {options.get('model', 'the target')}"
         raise ServeConfigError(
             f"speculative_config: head {made.model} reads {whose}, which vLLM {vllm_version()} refuses ({reason}); use "
-            "a head of another kind"
+            "a head with another trunk"
         ) from None
 
 

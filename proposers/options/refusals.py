@@ -14,7 +14,8 @@ from vllm.config.model import ModelConfig
 from vllm.platforms import current_platform
 
 from vllm_mtpc.errors import ServeConfigError
-from vllm_mtpc.heads import HEADS
+from vllm_mtpc.heads.leaves import LEAVES
+from vllm_mtpc.heads.trunk import TRUNKS
 from vllm_mtpc.proposers.options.versions import vllm_version
 
 Row = tuple[object, str, str, str]  # whether it is so, what is wrong, what is allowed, what to type
@@ -64,8 +65,8 @@ def circuit_rows(spec: Any) -> Rows:
     wrong = f"rejection_sample_method={rule!r} with verify='coupled'"
     yield rule != "standard" and spec.verify == "coupled", wrong, "'standard'", "drop one of them"
     layers, theirs = head.lora_layers, getattr(target.hf_text_config, "num_hidden_layers", None)
-    wrong = f"head {spec.model} has lora_layers={layers}, and target {target.model} is {target.architecture}"
-    known, remedy = ", ".join(DRAFT_LAYER_TARGETS), "use a head trained with lora_layers 0"
+    wrong = f"head {spec.model} has trunk 'lora', and target {target.model} is {target.architecture}"
+    known, remedy = ", ".join(DRAFT_LAYER_TARGETS), "use a head with another trunk"
     yield layers and target.architecture not in DRAFT_LAYER_TARGETS, wrong, known, remedy
     ours = head.transformer_layer_config.get("num_hidden_layers")
     wrong = f"head {spec.model} has draft layers of a target with {ours} layers, but {target.model} has {theirs}"
@@ -74,19 +75,19 @@ def circuit_rows(spec: Any) -> Rows:
         yield final_norm_row(target)
     if not spec.has_backbone:
         return
-    subject, remedy = f"backbone {spec.model}", "use a head of another kind"
+    subject, remedy = f"backbone {spec.model}", "use a head with another trunk"
     yield from attention_rows(subject, target, remedy)
     has_states = _target_class_has(target, "set_aux_hidden_state_layers")
     yield not has_states, f"{subject}: {target.model} does not return its layers' states", "SupportsEagle3", remedy
     last, depth = max(spec.aux_layers), target.get_total_num_hidden_layers()
     yield last > depth, f"{subject} reads layer {last}", f"0 to {depth} of {target.model}", "use a head of it"
     yield spec.head_dtype != "auto", f"{subject} with head_dtype={spec.head_dtype}", "'auto'", "remove head_dtype"
-    ranks, sizes = spec.target_parallel_config.tensor_parallel_size, ["backbone_heads", "backbone_width"]
-    if ranks % head.backbone_kv_heads:  # else ranks share key and value heads
-        sizes.append("backbone_kv_heads")
+    ranks, sizes = spec.target_parallel_config.tensor_parallel_size, ["heads", "width"]
+    if ranks % head.trunk.kv_heads:  # else ranks share key and value heads
+        sizes.append("kv_heads")
     for size in sizes:
-        wrong = f"{subject} has {size}={getattr(head, size)}, with tensor_parallel_size={ranks}"
-        yield getattr(head, size) % ranks, wrong, "a divisor of it", "lower tensor_parallel_size"
+        wrong = f"{subject} has trunk.{size}={getattr(head.trunk, size)}, with tensor_parallel_size={ranks}"
+        yield getattr(head.trunk, size) % ranks, wrong, "a divisor of it", "lower tensor_parallel_size"
 
 
 def ptp_rows(spec: Any) -> Rows:
@@ -152,9 +153,15 @@ def engine_rows(spec: Any, vllm_config: Any) -> Rows:
 def circuit_engine_rows(spec: Any, vllm_config: Any) -> Rows:
     """Yield the rows of an engine with a circuit head."""
     yield from engine_rows(spec, vllm_config)
-    kind, rule = spec.head.head, spec.rejection_sample_method
-    has_lora = vllm_config.lora_config is not None and HEADS[kind].needs_lm_head  # its layer takes a row per request
-    yield has_lora, f"enable_lora with a head of kind {kind!r}", "heads of kind 'linear'", "drop one of them"
+    head, rule = spec.head, spec.rejection_sample_method
+    has_lora = vllm_config.lora_config is not None  # whose lm_head and embedding take the rows of the target's batch
+    reads_rows, embeds = LEAVES.find(head.leaves.kind).needs_lm_head, TRUNKS.find(head.trunk.kind).needs_embedding
+    yield has_lora and reads_rows, "enable_lora with leaves 'lm_head'", "leaves 'own'", "drop one of them"
+    wrong = f"trunk {head.trunk.kind!r}, which reads the target's embeddings"
+    yield has_lora and embeds, f"enable_lora with {wrong}", "trunk 'none'", "drop one of them"
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    wrong, remedy = f"pipeline_parallel_size={stages} with {wrong}", "use tensor_parallel_size"
+    yield stages > 1 and embeds, f"{wrong} (the last stage has none)", "trunk 'none'", remedy
     is_v1 = not vllm_config.use_v2_model_runner
     has_rule = rule == "block" or (rule == "synthetic" and current_platform.is_cpu())  # V1 verifies token by token
     for option, is_set, allowed in (

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 
-from vllm_mtpc.heads.base import Head
+from vllm_mtpc.heads.head import Head
 from vllm_mtpc.kernels.draft import naive, probabilities
 from vllm_mtpc.kernels.pick.naive import of_mass
 from vllm_mtpc.proposers.options.request_options import max_drafts
@@ -98,7 +98,14 @@ class MtpcProposer:
 
     def prepare_swap(self, spec: Any, target_model: nn.Module) -> Callable[[], None]:
         """Load the head of another configuration; return what makes it the served one (worker/swap.py)."""
-        return partial(setattr, self, "model", self._load_head(spec.model_folder, target_model))
+        head = self._load_head(spec.model_folder, target_model)
+
+        def activate() -> None:
+            self.model = head
+            if self.is_probabilistic:  # drafts of the last step are verified with the old numbers
+                self.draft_probs = torch.zeros_like(self.draft_probs)
+
+        return activate
 
     def _load_head(self, folder: str, target_model: nn.Module) -> Head:
         device, target_dtype = next(target_model.parameters()).device, self.target_dtype
@@ -176,10 +183,10 @@ class MtpcProposer:
             u = torch.rand(batch, num_drafts, dtype=torch.float64, device=hidden.device)
             pick = self._make_sampler(u, sampling_metadata.temperature, seeds, masks.unmasked, runner.couples)
             runner._draft_probs, runner._draft_prob_req_ids = self.draft_probs[:batch], names.copy()
-        shard = self.model.leaf_shard
+        shard, ids = self.model.leaf_shard, self.model.vocabulary and self.model.vocabulary.ids
         is_fast = shard is None and hidden.device.type == "cpu"
         draft = probabilities.draft if is_fast else partial(naive.draft, shard=shard)
-        drafts = draft(self.model.circuit.program, *params[:6], pick=masks.around(pick)).tolist()
+        drafts = draft(self.model.circuit.program, *params[:6], pick=masks.around(pick, ids), ids=ids).tolist()
         masks.rewind()
         return drafts, masks.lengths
 
@@ -187,6 +194,8 @@ class MtpcProposer:
         self, u: Tensor, temperature: Tensor, seeds: dict[int, torch.Generator], unmasked: list[int], couples: bool
     ) -> naive.Pick:
         """Return a function that samples draft k of all requests and stores its conditionals in draft_probs[:B, k].
+
+        With a draft vocabulary it samples columns; the probabilities of other ids stay 0.
 
         Args:
             u, temperature: [B, K], uniform numbers, float64; [B].
@@ -197,7 +206,7 @@ class MtpcProposer:
         is_greedy[unmasked] = True
         scale = torch.where(is_greedy, 1.0, temperature)[:, None]
         has_greedy, is_scaled = bool(is_greedy.any()), bool((scale != 1).any())  # read once, not per draft
-        coupled = list(seeds) if couples else []
+        coupled, vocabulary = list(seeds) if couples else [], self.model.vocabulary
         if coupled:
             numbers = torch.stack([peek_numbers(seeds[row], u.shape[1]) for row in coupled])  # [S, K]
         else:
@@ -206,13 +215,20 @@ class MtpcProposer:
 
         def pick(log_q: Tensor, k: int) -> Tensor:
             logits = log_q / scale if is_scaled else log_q
-            probs = torch.softmax(logits, dim=-1, out=self.draft_probs[: len(u), k])  # [B, V]
+            stored = self.draft_probs[: len(u), k]  # [B, V]
+            probs = torch.softmax(logits, dim=-1, out=None if vocabulary else stored)
             drafts = of_mass(probs, u[:, k])
             if coupled:
-                drafts[coupled] = sample_tokens(logits[coupled], numbers[:, k])
+                own = logits[coupled]
+                if vocabulary:  # the noise is that of the ids
+                    own = stored.new_full((len(own), stored.shape[1]), -torch.inf).index_copy_(1, vocabulary.ids, own)
+                tokens = sample_tokens(own, numbers[:, k])
+                drafts[coupled] = vocabulary.columns[tokens] if vocabulary else tokens
             if has_greedy:
                 drafts = torch.where(is_greedy, probs.argmax(dim=-1), drafts)
             set_one_hot(probs, unmasked, drafts)
+            if vocabulary:
+                stored[:, vocabulary.ids] = probs
             return drafts
 
         return pick

@@ -1,7 +1,7 @@
 """MtPC drafts of heads with a backbone, on vLLM's Model Runner V2.
 
-The layers of a backbone (`vllm_mtpc/heads/backbone.py`) are vLLM's own, with caches in the target's KV cache groups,
-sharded over tensor-parallel ranks. Embeddings and lm_head are the target's.
+The layers of a backbone (`vllm_mtpc/heads/trunk/backbone.py`) are vLLM's own, with caches in the target's KV cache
+groups, sharded over tensor-parallel ranks. Embeddings and lm_head are the target's.
 
 Algorithm, after every target forward pass, for all rows of its batch:
   1. context: the target's auxiliary hidden states go through one product, and a second one computes from its normalised
@@ -37,28 +37,29 @@ from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_mtpc.config.mtpc_config import HeadConfig
-from vllm_mtpc.heads.base import Head
+from vllm_mtpc.heads.head import Head
+from vllm_mtpc.proposers.v2.draft_graphs import replace_attributes
 from vllm_mtpc.proposers.v2.gather import place_query_rows
-from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator, TargetPass, replace_attributes
+from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator, TargetPass
 
 NAME = "mtpc.backbone.layers"  # in front of a layer's number among the target's
 
 
 class ServedBackbone(nn.Module):
-    """`vllm_mtpc.heads.backbone.Backbone` made of vLLM's layers."""
+    """`vllm_mtpc.heads.trunk.backbone.Backbone` made of vLLM's layers."""
 
     def __init__(self, config: HeadConfig, vllm_config: VllmConfig) -> None:
         super().__init__()
-        size, eps = config.hidden_size, config.backbone_eps
+        size, options = config.hidden_size, config.trunk
         layer = Qwen3Config(
             hidden_size=size,
-            num_hidden_layers=config.backbone_layers,
-            num_attention_heads=config.backbone_heads,
-            num_key_value_heads=config.backbone_kv_heads,
-            head_dim=config.backbone_head_dim,
-            intermediate_size=config.backbone_width,
-            rms_norm_eps=eps,
-            rope_parameters={"rope_type": "default", "rope_theta": config.backbone_theta},
+            num_hidden_layers=options.layers,
+            num_attention_heads=options.heads,
+            num_key_value_heads=options.kv_heads,
+            head_dim=options.head_dim,
+            intermediate_size=options.width,
+            rms_norm_eps=options.eps,
+            rope_parameters={"rope_type": "default", "rope_theta": options.theta},
             max_position_embeddings=vllm_config.model_config.max_model_len,
         )
         below, cache = vllm_config.model_config.get_total_num_hidden_layers(), vllm_config.cache_config
@@ -66,11 +67,11 @@ class ServedBackbone(nn.Module):
             DFlashQwen3DecoderLayer(
                 vllm_config, config=layer, layer_idx=index, cache_config=cache, prefix=f"{NAME}.{below + index}"
             )
-            for index in range(config.backbone_layers)
+            for index in range(options.layers)
         )
-        self.fc = nn.Linear(len(config.aux_hidden_state_layer_ids) * size, size, bias=False).requires_grad_(False)
-        self.hidden_norm, self.norm = RMSNorm(size, eps), RMSNorm(size, eps)
-        self.key_norm = RMSNorm(config.backbone_head_dim, eps, has_weight=False)
+        self.fc = nn.Linear(len(options.aux_hidden_state_layer_ids) * size, size, bias=False).requires_grad_(False)
+        self.hidden_norm, self.norm = RMSNorm(size, options.eps), RMSNorm(size, options.eps)
+        self.key_norm = RMSNorm(options.head_dim, options.eps, has_weight=False)
         self.mask_embedding = nn.Parameter(torch.empty(size), requires_grad=False)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -108,7 +109,7 @@ class BackboneSpeculator(MtpcSpeculator):
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         head, size = self.speculative_config.head, self.hidden_size
-        self.num_queries = head.window - head.sample_from_anchor  # of a request
+        self.num_queries = head.window - head.trunk.sample_from_anchor  # of a request
         num_rows, whole = self.max_num_reqs * self.num_queries, {"dtype": torch.int64, "device": device}
         self.hidden_states = torch.zeros(self.max_num_reqs, self.num_queries, size, dtype=self.dtype, device=device)
         rows = min(self.max_num_tokens, vllm_config.compilation_config.max_cudagraph_capture_size or 0)
@@ -130,12 +131,11 @@ class BackboneSpeculator(MtpcSpeculator):
         compilation = replace_attributes(
             self.vllm_config.compilation_config, mode=CompilationMode.NONE, custom_ops=["all"]
         )
-        eager, weights = replace_attributes(self.attn_vllm_config, compilation_config=compilation), head.backbone
+        eager, weights = replace_attributes(self.attn_vllm_config, compilation_config=compilation), head.trunk.backbone
         with set_current_vllm_config(eager), set_default_torch_dtype(self.dtype), self.device:
-            head.backbone = ServedBackbone(self.speculative_config.head, eager)
-            head.backbone.load_weights(weights.state_dict())
-            process_weights_after_loading(head.backbone, self.vllm_config.model_config, self.device)
-        head.bind_embedding(target_model.embed_input_ids)
+            head.trunk.backbone = ServedBackbone(self.speculative_config.head, eager)
+            head.trunk.backbone.load_weights(weights.state_dict())
+            process_weights_after_loading(head.trunk.backbone, self.vllm_config.model_config, self.device)
         target_model.set_aux_hidden_state_layers(tuple(self.speculative_config.aux_layers))
         return head
 
@@ -143,7 +143,7 @@ class BackboneSpeculator(MtpcSpeculator):
         super().set_attn(model_state, kv_cache_config, block_tables, *args)
         self.row_slots = self.row_slots.new_zeros(len(block_tables.block_sizes), self.row_slots.shape[1])
         groups = [group.layer_names for group in kv_cache_config.kv_cache_groups]
-        names = [layer.self_attn.attn.layer_name for layer in self.model.backbone.layers]
+        names = [layer.self_attn.attn.layer_name for layer in self.model.trunk.backbone.layers]
         self.group_of = [next(index for index, group in enumerate(groups) if name in group) for name in names]
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
@@ -238,7 +238,7 @@ class BackboneSpeculator(MtpcSpeculator):
     def _write_context(self, aux: Tensor, start: int) -> None:
         """Write the context of auxiliary states aux [T, L * D], those of the batch's rows from `start` on."""
         if len(aux):
-            rows, backbone = slice(start, start + len(aux)), self.model.backbone
+            rows, backbone = slice(start, start + len(aux)), self.model.trunk.backbone
             slots = [self.block_tables.slot_mappings[group, rows] for group in self.group_of]
             with self.priorities.set_priority():
                 backbone.write_context(aux @ backbone.fc.weight.T, self.target_input_buffers.positions[rows], slots)
@@ -247,7 +247,7 @@ class BackboneSpeculator(MtpcSpeculator):
         aux = self.aux.new_zeros(self.max_num_tokens, self.aux.shape[1])
         positions = torch.zeros(len(aux), dtype=torch.int64, device=self.device)
         with self.priorities.set_priority():
-            self.model.backbone.write_context(aux @ self.model.backbone.fc.weight.T, positions, None)
+            self.model.trunk.backbone.write_context(aux @ self.model.trunk.backbone.fc.weight.T, positions, None)
         max_reqs = max((batch for batch, drafts in enumerate(self.drafts_by_batch) if drafts), default=0)
         if max_reqs:
             self._run_model(max_reqs)
@@ -258,6 +258,6 @@ class BackboneSpeculator(MtpcSpeculator):
         super()._generate_draft(num_reqs, num_drafts)
 
     def _run_model(self, num_reqs: int) -> Tensor:
-        queries = self.model.queries(self.first_tokens[:num_reqs]).flatten(0, 1)
-        forward = partial(self.model.backbone, queries=queries)
+        queries = self.model.trunk.queries(self.first_tokens[:num_reqs]).flatten(0, 1)
+        forward = partial(self.model.trunk.backbone, queries=queries)
         return self._run_pass(num_reqs * self.num_queries, forward).view(num_reqs, self.num_queries, -1)

@@ -6,8 +6,8 @@ attention and CUDA graphs. It differs in one place: where it would sample drafts
 Algorithm, after every target forward pass, also in steps without drafts:
   1. the drafter's pass over the rows of the target's batch, or over its block of queries: [Q, D] of each request, Q = 1
      for MTP layers and EAGLE-3, whose state predicts x_2 given x_1, and n - 1 for DFlash and DSpark;
-  2. the head (`vllm_mtpc/heads/hosted.py`) computes the circuit from these states, and the drafts x_2 .. x_{K+1} are
-     sampled as for every head (`speculator.py`).
+  2. the head (`vllm_mtpc/heads/trunk/drafter.py`) computes the circuit from these states, and the drafts
+     x_2 .. x_{K+1} are sampled as for every head (`speculator.py`).
 
 vLLM's own MTP and EAGLE-3 drafts run the drafter K times, each with its lm_head; here it runs once.
 """
@@ -29,8 +29,9 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from vllm_mtpc.heads.base import Head
-from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator, replace_attributes
+from vllm_mtpc.heads.head import Head
+from vllm_mtpc.proposers.v2.draft_graphs import replace_attributes
+from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
 from vllm_mtpc.proposers.worker.drafter import DrafterLmHead
 
 SPECULATORS: dict[str, type[DraftModelSpeculator]] = {

@@ -15,13 +15,13 @@ of draft lengths chosen by them is unchanged.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from itertools import product
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
@@ -31,31 +31,22 @@ from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
-from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
-from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorBatchDescriptor
 
-from vllm_mtpc.heads.base import DraftParams, Head
+from vllm_mtpc.heads.head import DraftParams, Head
 from vllm_mtpc.kernels.draft.kernel import CircuitDrafter
 from vllm_mtpc.kernels.leaf.kernel import batches
 from vllm_mtpc.plan.draft_schedule import expand_schedule
 from vllm_mtpc.proposers.options.draft_memory import gathered_rows, rows_at_once
+from vllm_mtpc.proposers.v2.draft_graphs import DraftGraphs, replace_attributes
 from vllm_mtpc.proposers.v2.gather import gather_inputs
 from vllm_mtpc.proposers.v2.verification import DRAFTING, HeadSampler, needs_fresh_noise, step_seeds, with_sampler
 from vllm_mtpc.proposers.worker.grammar_masks import Masks, StructuredRequests
-from vllm_mtpc.proposers.worker.load import kept, load_served_head, log_drafts, weights_dtype
+from vllm_mtpc.proposers.worker.load import kept, load_served_head, weights_dtype
 from vllm_mtpc.proposers.worker.swap import copy_tensors
-
-
-def replace_attributes(config: Any, **attributes: Any) -> Any:
-    """Copy one of vLLM's configs with other attributes, without its validation."""
-    twin = copy.copy(config)
-    for name, value in attributes.items():
-        object.__setattr__(twin, name, value)  # the configs validate assignments against each other
-    return twin
 
 
 def eager_priorities(vllm_config: VllmConfig) -> IrOpPriorityConfig:
@@ -67,67 +58,6 @@ def eager_priorities(vllm_config: VllmConfig) -> IrOpPriorityConfig:
         named = [provider for provider in given if provider != "native"]
         priorities[name] = list(dict.fromkeys([*named, *priorities[name]]))
     return IrOpPriorityConfig(**priorities)
-
-
-class DraftGraphs(CudaGraphManager):
-    """CUDA graphs of the draft step, one for each capture size and each number of drafts of its batches.
-
-    Capture sizes are vLLM's and the largest batch, so every batch is drafted by a graph.
-
-    A graph holds what starts at the speculator's buffers. Padding rows have slot -1: nothing is written for them except
-    to padding rows of these buffers.
-
-    Args:
-        mode: drafts are captured where it captures decode steps whole.
-        drafts_by_batch: drafts (PTP: auxiliary rows per request) of a batch of n requests at index n; 0: none.
-        fits: (requests, drafts per request) -> whether the speculator's buffers hold them.
-        arms: numbers of drafts of every batch that has more (`OnlinePlan`).
-    """
-
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        device: torch.device,
-        mode: CUDAGraphMode,
-        drafts_by_batch: Sequence[int],
-        fits: Callable[[int, int], bool] = lambda num_reqs, num_drafts: True,
-        arms: Sequence[int] = (),
-    ) -> None:
-        is_full = mode.decode_mode() == CUDAGraphMode.FULL
-        mode = CUDAGraphMode.FULL_DECODE_ONLY if is_full else CUDAGraphMode.NONE
-        compilation, largest = vllm_config.compilation_config, vllm_config.scheduler_config.max_num_seqs
-        if sizes := compilation.cudagraph_capture_sizes:
-            sizes = sorted({*(size for size in sizes if size < largest), largest})
-            compilation = replace_attributes(
-                compilation, cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=largest
-            )
-        config = replace_attributes(vllm_config, compilation_config=compilation)
-        super().__init__(config, device, mode, decode_query_len=1)
-        descs, below = [], 0
-        for desc in reversed(self._capture_descs.pop(CUDAGraphMode.FULL, [])):
-            scheduled = set(drafts_by_batch[below + 1 : desc.num_reqs + 1]) - {0}
-            scheduled |= {count for count in arms if 0 < count < max(scheduled, default=0)}
-            drafts = [count for count in scheduled if fits(desc.num_reqs, count)]
-            descs += [SpeculatorBatchDescriptor(**vars(desc), num_speculative_tokens=count) for count in drafts]
-            below = desc.num_reqs
-        if descs:  # the largest first: the others reuse its memory
-            descs.sort(key=lambda desc: (desc.num_reqs, desc.num_speculative_tokens), reverse=True)
-            self._capture_descs[CUDAGraphMode.FULL] = descs
-        log_drafts(vllm_config, str(len(descs) or "NONE"))
-
-    def capture_drafts(self, prepare: Callable[[int, int], Callable[[], None]]) -> None:
-        """Capture the calls that prepare(requests, drafts per request) returns for batches of padding."""
-
-        def create_forward_fn(desc: BatchExecutionDescriptor, warmup: bool) -> Callable[[CUDAGraphMode], None]:
-            draft = prepare(desc.num_reqs, desc.num_speculative_tokens)
-            return lambda mode: draft()
-
-        super().capture(create_forward_fn, "Capturing drafts of the head")
-
-    def find(self, num_reqs: int, num_drafts: int) -> BatchExecutionDescriptor | None:
-        desc = self.dispatch(num_reqs, num_reqs, uniform_token_count=1, num_active_loras=0)
-        desc = SpeculatorBatchDescriptor(**vars(desc), num_speculative_tokens=num_drafts)
-        return desc if desc in self.graphs else None
 
 
 class TargetPass(NamedTuple):
@@ -325,12 +255,15 @@ class MtpcSpeculator(HeadSpeculator):
         self.is_drawn = self.draft_logits is not None  # else drafts are the argmax
         if self.speculative_config.verify == "coupled":  # no draft is scored
             self.draft_logits: Tensor | None = None
+        self.is_stale = np.zeros(self.max_num_reqs, dtype=bool)  # slots whose log q is that of a head before a swap
         self.states: Any = None  # CoupledStates; None: no request is coupled
         self.stream.fill_(DRAFTING)
         self.structured: StructuredRequests | None = None  # None: drafts are not masked with grammars
 
     def draft_logits_spec(self, vllm_config: VllmConfig) -> tuple[torch.dtype, float]:
-        return weights_dtype(self.speculative_config.head_dtype, self.dtype), 0.0
+        has_vocabulary = getattr(self.speculative_config.head, "draft_vocab_size", None)  # of circuit heads alone
+        fill = -torch.inf if has_vocabulary else 0.0  # of ids outside, which are never written
+        return weights_dtype(self.speculative_config.head_dtype, self.dtype), fill
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         head = self._load_head(target_model, self.speculative_config.model_folder)
@@ -345,7 +278,7 @@ class MtpcSpeculator(HeadSpeculator):
         )
 
     def _set_head(self, head: Head) -> None:
-        logits_dtype = self.dtype if head.needs_lm_head else head.hidden_dtype
+        logits_dtype = self.dtype if head.leaves.needs_lm_head else head.hidden_dtype
         sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or ()
         most, arms = self.num_speculative_steps, self.speculative_config.arms
         self.drafter = self._make_drafter(head)
@@ -353,11 +286,12 @@ class MtpcSpeculator(HeadSpeculator):
         self.rows_at_once = rows_at_once(head, self.drafts_by_batch, most, logits_dtype, sizes, arms, in_blocks)
         self.gathered_rows = gathered_rows(head, most, logits_dtype, self.draft_logits is not None)
         self.gathering: tuple[Head, Any] = (whole := head.undivided()), self._make_drafter(whole)
-        head.kept = kept((*head.parameters(), self.drafter.program))
+        head.kept = kept((*head.parameters(), self.drafter.program, *(head.vocabulary or ())))
 
     def _make_drafter(self, head: Head) -> CircuitDrafter:
-        sizes = head.circuit.program, head.circuit.num_components, head.vocab_size
-        return CircuitDrafter(*sizes, self.device, gumbel_noised_argmax, self.use_fp64_gumbel, shard=head.leaf_shard)
+        sizes, ids = (head.circuit.program, head.circuit.num_components, head.vocab_size), head.vocabulary
+        noise = gumbel_noised_argmax, self.use_fp64_gumbel
+        return CircuitDrafter(*sizes, self.device, *noise, shard=head.leaf_shard, ids=ids and ids.ids)
 
     @property
     def keeps_shapes(self) -> bool:
@@ -368,12 +302,16 @@ class MtpcSpeculator(HeadSpeculator):
     def prepare_swap(self, made: Any, target_model: nn.Module) -> Callable[[], None]:
         """Load the head of another speculative config; return what activates it (`worker/swap.py`)."""
         head = self._load_head(target_model, made.model_folder)
-        if self.keeps_shapes:
-            return partial(copy_tensors, self.model, head)
 
         def activate() -> None:
-            self.model: Head = head
-            self._set_head(head)
+            self.is_stale[:] = head.vocabulary is not None
+            if not self.keeps_shapes:
+                self.model: Head = head
+                self._set_head(head)
+                return
+            copy_tensors(self.model, head)
+            for old, new in zip(self.model.vocabulary or (), head.vocabulary or (), strict=True):
+                old.copy_(new)
 
         return activate
 
@@ -395,6 +333,8 @@ class MtpcSpeculator(HeadSpeculator):
             self._renew_seeds(input_batch.idx_mapping[:num_reqs])
         graph = None if self.graphs is None else self.graphs.find(num_reqs, num_drafts)
         self._prepare_inputs(input_batch, graph)
+        if self.is_stale.any():
+            self._clear_stale(input_batch.idx_mapping_np[:num_reqs])
         if self.graphs is None or graph is None:
             self._generate_draft(num_reqs, num_drafts)
         else:
@@ -404,6 +344,12 @@ class MtpcSpeculator(HeadSpeculator):
 
     def _stream(self) -> Tensor:
         return self.stream if self.states is None else self.states.stream.gpu
+
+    def _clear_stale(self, slots: np.ndarray) -> None:
+        """Fill log q of slots [R] with -inf after a swap, once what was drafted before it is verified."""
+        if self.draft_logits is not None and len(stale := slots[self.is_stale[slots]]):
+            self.draft_logits[async_tensor_h2d(stale.tolist(), self.device, torch.int64)] = -torch.inf
+        self.is_stale[slots] = False
 
     def _renew_seeds(self, slots: Tensor) -> None:
         """Give requests in slots [R] that are not coupled the seeds of this step's noise."""
@@ -472,7 +418,8 @@ class MtpcSpeculator(HeadSpeculator):
         """Draft for rows `index` [S] until every draft was made with the mask that the drafts before it lead to."""
         drafter, params = self._draft_params(index, num_drafts)
         made = self.draft_tokens[index, :num_drafts], self.draft_token_confidence_probs[index, :num_drafts]
-        while (bits := masks.follow(drafts, self.model.vocab_size)) is not None:
+        ids = self.model.vocabulary and self.model.vocabulary.ids.cpu()
+        while (bits := masks.follow(drafts, self.model.vocab_size, ids)) is not None:
             self._sample(drafter, params, index, *made, async_tensor_h2d(bits, self.device))
             drafts = made[0].tolist()  # waits for the device
         self.draft_tokens[index, :num_drafts], self.draft_token_confidence_probs[index, :num_drafts] = made

@@ -69,13 +69,19 @@ class Masks:
     _paths: defaultdict[int, list[int]] = field(default_factory=partial(defaultdict, list))  # drafts read, by row
     _bits: Tensor | None = None  # [S, K, words], of all drafts
 
-    def around(self, pick: Pick) -> Pick:
-        """Return `pick` of masked and normalised conditionals; grammars advance by the picked drafts."""
+    def around(self, pick: Pick, ids: Tensor | None = None) -> Pick:
+        """Return `pick` of masked and normalised conditionals; grammars advance by the picked drafts.
+
+        ids: tokens of the columns of log q, or None. A row's drafts end where its grammar allows none of them.
+        """
 
         def masked(log_q: Tensor, k: int) -> Tensor:
+            for row in (row for row in self.rows if row not in self.lengths):
+                if not self._fill_bits(row, ids):
+                    self.lengths[row] = k
             open_rows = [row for row in self.rows if row not in self.lengths]
-            drafts = pick(self._mask(log_q, open_rows) if open_rows else log_q, k)
-            tokens = drafts.tolist() if open_rows else []  # waits for the device
+            drafts = pick(self._mask(log_q, open_rows, ids) if open_rows else log_q, k)
+            tokens = (drafts if ids is None else ids[drafts]).tolist() if open_rows else []  # waits for the device
             for row in open_rows:
                 grammar = self.rows[row].grammar
                 if grammar.accept_tokens("draft", [tokens[row]]):
@@ -86,22 +92,34 @@ class Masks:
 
         return masked if self.rows else pick
 
-    def _mask(self, log_q: Tensor, open_rows: list[int]) -> Tensor:
-        """Return log q [B, V], masked and normalised in these rows; one copy to the device, without waiting for it."""
+    def _fill_bits(self, row: int, ids: Tensor | None) -> bool:
+        """Fill the bits of a row; returns whether its grammar allows one of ids (None: all tokens)."""
         assert self.bitmask is not None  # allocated with the first compiled grammar
-        for row in open_rows:
-            self.rows[row].grammar.fill_bitmask(self.bitmask, row)
+        self.rows[row].grammar.fill_bitmask(self.bitmask, row)
+        if ids is None:
+            return True
+        bits, ids = self.bitmask[row], ids.cpu()
+        ids = ids[ids < 32 * len(bits)]
+        return bool((bits[ids // 32] >> ids % 32 & 1).any())
+
+    def _mask(self, log_q: Tensor, open_rows: list[int], ids: Tensor | None) -> Tensor:
+        """Return log q [B, V or len(ids)], masked by the bits and normalised in these rows, without waiting for it."""
+        assert self.bitmask is not None
         # -1: every token is allowed; the last word is that of the tokens which a grammar has no bits for
         bits = torch.full((len(log_q), self.bitmask.shape[1] + 1), -1, dtype=torch.int32)
         bits[open_rows] = functional.pad(self.bitmask[open_rows], (0, 1))
-        bits, vocab_size = async_tensor_h2d(bits, log_q.device), log_q.shape[1]
-        allowed = bits[:, :-1, None] & (1 << torch.arange(32, dtype=torch.int32, device=bits.device)) != 0
-        allowed, is_other = allowed.flatten(1)[:, :vocab_size], bits[:, -1:] != 0
-        allowed = torch.cat([allowed, is_other.expand(-1, vocab_size - allowed.shape[1])], dim=1)
+        bits, tokens = async_tensor_h2d(bits, log_q.device), torch.arange(log_q.shape[1], device=log_q.device)
+        tokens = tokens if ids is None else ids
+        words = (tokens // 32).clamp(max=bits.shape[1] - 1)
+        allowed, is_other = bits[:, words] >> (tokens % 32).int() & 1 != 0, bits[:, -1:] != 0
         return torch.where(is_other, log_q, log_q.masked_fill(~allowed, -torch.inf).log_softmax(dim=-1))
 
-    def follow(self, drafts: list[list[int]], vocab_size: int) -> Tensor | None:
-        """Return masks [S, K, ceil(V / 32)] along drafts [S, K], or None: the last ones are those of these drafts."""
+    def follow(self, drafts: list[list[int]], vocab_size: int, ids: Tensor | None = None) -> Tensor | None:
+        """Return masks [S, K, ceil(V / 32)] along drafts [S, K], or None: the last ones are those of these drafts.
+
+        ids: tokens that are drafted, on the host, or None: all. Where a grammar allows none of them all are allowed, so
+        that the draft has a distribution; it is verified and rejected.
+        """
         assert self.bitmask is not None
         is_new, words = False, -(-vocab_size // 32)
         if self._bits is None:
@@ -118,8 +136,9 @@ class Masks:
                     break
                 mask = self._bits[row, k]
                 if k > same or is_first:
-                    grammar.fill_bitmask(self.bitmask, row)
-                    mask[:] = functional.pad(self.bitmask[row, :words], (0, max(0, words - self.bitmask.shape[1])))
+                    is_some = self._fill_bits(row, ids)
+                    bits = functional.pad(self.bitmask[row, :words], (0, max(0, words - self.bitmask.shape[1])))
+                    mask[:] = bits if is_some else -1
                     is_new = True
                 if not int(mask[token // 32]) >> token % 32 & 1 or not grammar.accept_tokens("draft", [token]):
                     break

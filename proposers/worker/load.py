@@ -1,4 +1,4 @@
-"""Load a head in a worker, with access to the target's lm_head where it has none of its own."""
+"""Load a head in a worker, with access to the target's lm_head and embeddings where it reads them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
 from vllm_mtpc.checkpoint import load_head
-from vllm_mtpc.heads.base import Head
-from vllm_mtpc.heads.linear import LinearHead, is_sharded
+from vllm_mtpc.heads.head import Head
+from vllm_mtpc.heads.leaves.own import OwnLeaves, is_sharded
 from vllm_mtpc.kernels.draft import is_small
 from vllm_mtpc.kernels.shard import Shard
 from vllm_mtpc.proposers.options.switches import logger, reason
 
+UNITS = 64  # states whose logits are computed at once to read the rows of an lm_head
 Made = TypeVar("Made")
 _gather = partial(tensor_model_parallel_all_gather, dim=0)
 
@@ -50,7 +51,7 @@ def load_served_head(
 
     Args:
         dtype, head_dtype: of its weights; `dtype` where head_dtype is "auto".
-        target_model, target_dtype: vLLM's model, whose lm_head some heads use, and the dtype of its states.
+        target_model, target_dtype: vLLM's model, whose lm_head and embeddings are lent, and the dtype of its states.
         num_drafts: the most drafts per step.
     """
 
@@ -58,20 +59,27 @@ def load_served_head(
         num_ranks = _num_ranks()
         # rows are dropped before the head is moved: the device needs no room for them
         _, head = load_head(folder, weights_dtype(head_dtype, dtype), "cpu" if num_ranks > 1 else device)
-        if isinstance(head, LinearHead) and is_sharded(head.leaf_weight.nbytes, num_ranks, device.type):
+        leaves = head.leaves
+        has_rows = isinstance(leaves, OwnLeaves) and not leaves.skip  # without x_1 they are not gathered
+        if has_rows and is_sharded(leaves.leaf_weight.nbytes, num_ranks, device.type):
             rank = get_tensor_model_parallel_rank()
-            head.shard_leaves(Shard(rank, num_ranks, head.vocab_size, _gather))
+            leaves.shard_leaves(Shard(rank, num_ranks, head.columns, _gather))
             logger.info("Unembeddings of the head: rows of rank %d of %d", rank, num_ranks)
         head.to(device)
-        if isinstance(head, LinearHead) and device.type == "cpu":
+        if device.type == "cpu":
             head.pack(num_drafts + 1)
         return head
 
     head = succeed_together(load)
-    if head.needs_lm_head:  # runs collectives
+    if head.trunk.needs_embedding:
+        head.trunk.bind_embedding(target_model.embed_input_ids)
+    if head.leaves.needs_lm_head and head.vocabulary:
+        lm_head = _lm_head(target_model.compute_logits, target_dtype, head.vocab_size)
+        head.leaves.bind_lm_head(_lm_head_of(lm_head, head, target_dtype, device))
+    elif head.leaves.needs_lm_head:  # runs collectives
         is_divided = _num_ranks() > 1 and not is_small(head.circuit.num_components, head.vocab_size)
         own = _own_columns(target_model, target_dtype, head) if is_divided else None
-        head.bind_lm_head(*own or (_lm_head(target_model.compute_logits, target_dtype, head.vocab_size),))
+        head.leaves.bind_lm_head(*own or (_lm_head(target_model.compute_logits, target_dtype, head.vocab_size),))
     return head
 
 
@@ -140,6 +148,37 @@ def _own_columns(
         return None
     logger.info("Logits of the head: columns of rank %d of %d", rank, size)
     return _lm_head(own, target_dtype, shard.rows), shard
+
+
+@torch.inference_mode()
+def _lm_head_of(
+    lm_head: Callable[[Tensor], Tensor], head: Head, dtype: torch.dtype, device: torch.device
+) -> Callable[[Tensor], Tensor]:
+    """Return `lm_head` [..., D] -> [..., V] for the head's ids alone, by their rows, which every rank has.
+
+    The rows are the logits of unit vectors, whatever lm_head is divided or quantised how. Where it is no product
+    with these rows (a soft cap), all logits are computed.
+    """
+    assert head.vocabulary is not None
+    ids, size = head.vocabulary.ids, head.hidden_size
+    rows = torch.empty(len(ids), size, dtype=dtype, device=device)
+    for start in range(0, size, UNITS):
+        units = torch.zeros(min(UNITS, size - start), size, dtype=dtype, device=device)
+        units.diagonal(start).fill_(1)
+        rows[:, start : start + UNITS] = lm_head(units)[:, ids].T
+    states = torch.randn(2, size, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    found, wanted = nn.functional.linear(states, rows).float(), lm_head(states)[:, ids].float()
+    tolerance = 8 * torch.finfo(dtype).eps  # of products that are summed in another order
+    if (found - wanted).abs().max() > tolerance * wanted.abs().max():
+        logger.info("Logits of the head: all %d are computed, of which it has %d", head.vocab_size, len(ids))
+        return lambda states: lm_head(states)[..., ids]
+    head.lm_head_rows = kept([rows])
+
+    def logits(states: Tensor) -> Tensor:  # as one matrix: a view of several dimensions becomes many small products
+        flat = nn.functional.linear(states.to(dtype).reshape(-1, size), rows)
+        return flat.view(*states.shape[:-1], len(ids))
+
+    return logits
 
 
 def _lm_head(

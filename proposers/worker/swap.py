@@ -53,10 +53,14 @@ def swap(runner: Any, path: str) -> dict[str, Any]:
         commit()
     vars(spec).update(model=made.model, model_folder=made.model_folder, head=made.head)  # without validation
     logger.info("Swapped the head: %r", spec)
-    shown = ("circuit", "variant", "window", "num_components")
-    return {"head": made.model_folder, "method": made.method} | {
-        name: getattr(made.head, name) for name in shown if hasattr(made.head, name)
-    }
+    head = made.head
+    is_circuit = made.method == "mtpc"
+    own = (
+        {"circuit": head.circuit.kind, "num_components": head.num_components}
+        if is_circuit
+        else {"variant": head.variant}
+    )
+    return {"head": made.model_folder, "method": made.method, "window": head.window} | own
 
 
 def copy_tensors(old: nn.Module, new: nn.Module) -> None:
@@ -73,8 +77,17 @@ def _check_swap(spec: Any, made: Any, drafter: Any) -> None:
     if spec.aux_layers != made.aux_layers:
         own, its = spec.aux_layers or "none", made.aux_layers or "none"
         raise ServeConfigError(f"draft layers: the served head reads layers {own}, this one {its}; restart the server")
-    own, its = (one.head.model_dump(exclude=OTHER_FIELDS | {"transformer_layer_config"}) for one in (spec, made))
-    name = next((name for name in own if own[name] != its.get(name)), None)
+    own, its = _fields_of(spec.head), _fields_of(made.head)
+    name = next((name for name in own | its if own.get(name) != its.get(name)), None)
     if name and getattr(drafter, "keeps_shapes", False):
         reason = "for which memory and CUDA graphs were made; allowed are heads of equal shape here; restart"
         raise ServeConfigError(f"it has {name}={its.get(name)!r}, the served head {own.get(name)!r}, {reason}")
+
+
+def _fields_of(head: Any) -> dict[str, Any]:
+    """Return the fields of a config that tensors and passes depend on, those of a section as SECTION.NAME."""
+    values = head.model_dump(exclude=OTHER_FIELDS | {"transformer_layer_config"})
+    sections = {part: values.pop(part) for part in list(values) if isinstance(values[part], dict)}
+    values |= {f"{part}.{name}": value for part, section in sections.items() for name, value in section.items()}
+    values.pop("trunk.alpha", None)  # a scale of the adapters
+    return values

@@ -19,6 +19,7 @@ from vllm_mtpc.bench import comparison, serve_command
 from vllm_mtpc.bench.comparison import ORDERS, Comparison, Pass
 from vllm_mtpc.bench.decodings import Decoding, find_heads
 from vllm_mtpc.bench.report import make_rows, make_table
+from vllm_mtpc.checkpoint import read_config
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.served import Load, PassResult
 from vllm_mtpc.errors import EngineFailed, MtpcError
@@ -192,8 +193,9 @@ NAMES = [str(demo.path(name)) for name in (*demo.CIRCUITS, *demo.PTP)]
 
 
 def test_heads_that_need_v2_are_missing_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = json.loads((demo.path("btree") / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "lora_layers": 2}))
+    config = read_config(demo.path("btree")).model_dump(exclude_none=True)
+    lora = {"kind": "lora", "layers": 2, "rank": 4, "alpha": 4.0}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"trunk": lora}))
     names = [*NAMES, str(tmp_path)]
     found = find_heads(names, {}, on_gpu=False)
     runs = [Path(one.speculative["model"]).name for one in found if not one.fault]

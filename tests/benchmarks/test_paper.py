@@ -13,9 +13,9 @@ from benchmarks.paper.mtpc_students import HMMS
 from tests.support.distribution_cases import Setting, exact_distribution, is_distributed
 from tests.support.tiny import llama_target
 from tests.support.tiny_ptp import VARIANTS, oracle, random_student
-from vllm_mtpc.circuits import get_circuit
+from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.eval.text import Sampling
-from vllm_mtpc.heads.linear import LinearHead
+from vllm_mtpc.heads.head import build_head
 
 V, LENGTH, TEXTS = 3, 3, 4000
 PROMPT = torch.tensor([1, 2])
@@ -55,7 +55,8 @@ def test_students_are_compared_by_the_seeds_that_both_have() -> None:
 @pytest.mark.parametrize("what", list(HMMS)[1:])
 def test_hmm_keeps_its_property_in_training(what):
     torch.manual_seed(0)
-    head = LinearHead(get_circuit("hmm", 4, 3), 7, 5)
+    target = {"vocab_size": 7, "hidden_size": 5}
+    head = build_head(HeadConfig.create(circuit="hmm", window=4, num_components=3, target=target, verifier="-"))
     HMMS[what].trainer.prepare(head)
     optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], 0.1)
     for _ in range(3):

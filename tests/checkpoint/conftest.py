@@ -17,9 +17,8 @@ from vllm_mtpc.cli import main
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.errors import MtpcError
-from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.adapters import MODULES, Adapters
-from vllm_mtpc.heads.linear import LinearHead
+from vllm_mtpc.heads.head import Head, build_head
 from vllm_mtpc.heads.ptp.embedding import build_embedding
 from vllm_mtpc.heads.ptp.late import build_late
 
@@ -46,7 +45,7 @@ def adapted_llama(seed: int = 0, layers: list[int] | None = None, **lora: float)
     return model
 
 
-def new_mtpc(circuit: str = "btree", seed: int = 0, **settings: Any) -> tuple[HeadConfig, LinearHead]:
+def new_mtpc(circuit: str = "btree", seed: int = 0, **settings: Any) -> tuple[HeadConfig, Head]:
     """Return the config and the untrained head of a circuit."""
     settings = {"window": 4, "num_components": 1 if circuit == "ff" else 2, "verifier": "../target"} | settings
     config = HeadConfig.create(circuit=circuit, **({"target": TARGET} | settings))
@@ -76,7 +75,11 @@ def save(folder: Path, kind: str, seed: int = 0, edit: Any = None, dtype=torch.f
     """Save a head of KINDS: MtPC, MtPC with draft layers, PTP, PTP with a late network; `edit` changes its tensors."""
     end = {"command": "train me"}, "# a head\n", dtype
     if kind in ("mtpc", "layers"):
-        more = {"target": LLAMA, "lora_layers": 2} if kind == "layers" else {}
+        more = (
+            {"target": LLAMA, "trunk": {"kind": "lora", "layers": 2, "rank": 2, "alpha": 6.0}}
+            if kind == "layers"
+            else {}
+        )
         config, head = new_mtpc(settings.pop("circuit", "btree"), seed, **more | settings)
         lora = lora_of(seed, [1, 2], 6.0) if kind == "layers" else {}
         if edit:

@@ -38,16 +38,16 @@ def test_head_names_the_checkpoint_and_copies_the_markov_head(tmp_path, place, l
     source, out = drafters.make(tmp_path / "source", layout, target), tmp_path / "head"
     config, head = load_head(convert(source, folder / "target", out=out))
     check_tensors(out, config)
-    assert (config.head, config.circuit, config.num_components) == ("hosted", "ff", 1)
-    assert (config.drafter.method, config.drafter.model) == (kind, "../source")
-    assert config.drafter.place(out) == str(source.resolve())
+    assert (config.circuit.kind, config.num_components, config.leaves.kind) == ("ff", 1, "lm_head")
+    assert (config.hosted.method, config.hosted.model) == (kind, "../source")
+    assert config.hosted.place(out) == str(source.resolve())
     assert config.window == drafters.BLOCK + (kind == "dspark")
-    assert not head.up_weight.any()
+    assert len(list(head.parameters())) == 2 * (kind == "dspark")  # it drafts what the drafter does
     assert converted_from(out) == {"from": "source", "drafter": kind}
     if kind == "dspark":
         w1, w2 = (load_file(source / "model.safetensors")[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
-        assert torch.equal(head.token_source, w1)
-        assert all(torch.equal(part, w2.T) for part in head.token_target)
+        assert torch.equal(head.leaves.token_source, w1)
+        assert all(torch.equal(part, w2.T) for part in head.leaves.token_target)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_settings_decide_the_block(tmp_path, place, layout, changes, window, dra
 def test_eagle3_drafts_one_token(tmp_path, place):
     make_eagle3(tmp_path / "source", place[1])
     config, _ = load_head(convert(tmp_path / "source", place[0] / "target", out=tmp_path / "head"))
-    assert (config.drafter.method, config.window) == ("eagle3", 2)
+    assert (config.hosted.method, config.window) == ("eagle3", 2)
 
 
 @pytest.mark.parametrize("changes", [{"architectures": ["LlamaForCausalLM"]}, {"block_size": 1}])

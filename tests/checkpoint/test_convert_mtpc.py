@@ -16,7 +16,7 @@ from tests.checkpoint.conftest import LLAMA, adapted_llama, convert, convert_ref
 from tests.support import authors_mtpc as authors
 from tests.support.files import front_matter_of
 from vllm_mtpc.checkpoint import check_tensors, load_head
-from vllm_mtpc.heads.adapters import LoraDraftLayers
+from vllm_mtpc.heads.trunk.lora import LoraDraftLayers
 from vllm_mtpc.hf import Target
 
 torch.set_num_threads(1)
@@ -50,7 +50,7 @@ def log_table(out: Path) -> np.ndarray:
     check_tensors(out, config)
     tokens = torch.tensor(list(product(range(config.vocab_size), repeat=config.window)))
     with torch.no_grad():
-        return head.circuit.log_prob(head(HIDDEN.expand(len(tokens), -1)), tokens).double().numpy()
+        return head.circuit.log_prob(head(HIDDEN.expand(len(tokens), -1), tokens[:, 0]), tokens).double().numpy()
 
 
 def shuffle(state: dict) -> dict:
@@ -81,8 +81,8 @@ def test_distribution_equals_the_authors(tmp_path, capsys, kind, n, r, v, change
     assert f"({circuit}, window {n}, {r} components)" in capsys.readouterr().out
     assert np.abs(log_table(out) - expected).max() < TOLERANCE
     config, _ = load_head(out)
-    assert (config.circuit, config.window, config.num_components) == (circuit, n, r)
-    assert (config.num_speculative_tokens, config.x1_from, config.lora_layers) == (n - 1, "verifier", 0)
+    assert (config.circuit.kind, config.window, config.num_components) == (circuit, n, r)
+    assert (config.num_speculative_tokens, config.lora_layers) == (n - 1, 0)
     assert config.speculators_config.verifier.name_or_path == "../target"
 
 
@@ -109,7 +109,7 @@ def test_no_weight_is_rounded(tmp_path, leaf, sums, kept):
     out = convert(file, target(tmp_path))
     assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {kept}
     _, head = load_head(out)
-    assert torch.equal(head.leaf_weight, state[authors.LEAF].float())
+    assert torch.equal(head.leaves.leaf_weight, state[authors.LEAF].float())
     assert torch.equal(head.root_weight, state[authors.SUM.format(1)][0, 0].float())
 
 

@@ -18,9 +18,10 @@ from vllm_mtpc.checkpoint.load import ADAPTER_FILES, Shards
 from vllm_mtpc.circuits import CIRCUITS
 from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.errors import CheckpointError, MtpcError
-from vllm_mtpc.heads.adapters import MODULES, LoraDraftLayers
+from vllm_mtpc.heads.adapters import MODULES
 from vllm_mtpc.heads.ptp.embedding import EMBEDDINGS, build_embedding
 from vllm_mtpc.heads.ptp.late import build_late
+from vllm_mtpc.heads.trunk.lora import LoraDraftLayers
 from vllm_mtpc.hf import Target
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -49,6 +50,56 @@ def test_round_trip_is_bit_exact_in_the_stored_dtype(tmp_path, circuit, dtype):
     assert not loaded.training and not any(value.requires_grad for value in loaded.parameters())
 
 
+LORA = {"kind": "lora", "layers": 2, "rank": 2, "alpha": 4.0}
+
+
+IDS = torch.tensor([0, 2, 3, 6])
+
+
+def with_vocabulary(folder: Path, edit=lambda d2t, t2d: None, **settings) -> None:
+    """Save a head of four ids, after a change of its vocabulary's tensors or config."""
+    config, head = new_mtpc(draft_vocab_size=4, trunk={"kind": "mlp", "width": 2})
+    head.set_vocabulary(IDS)
+    edit(head.d2t, head.t2d)
+    save_head(folder, config.model_copy(update=settings), head, {}, "card")
+
+
+def test_draft_vocabulary_is_saved_and_read(tmp_path):
+    with_vocabulary(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(stored["d2t"] + torch.arange(4), IDS) and torch.equal(stored["t2d"].nonzero()[:, 0], IDS)
+    assert (stored["d2t"].dtype, stored["t2d"].dtype) == (torch.int64, torch.bool)  # as vLLM's EAGLE-3 reads them
+    config, head = load_head(tmp_path, torch.bfloat16)
+    assert config.draft_vocab_size == head.columns == 4 and torch.equal(head.vocabulary.ids, IDS)
+    assert head.vocabulary.columns.tolist() == [0, -1, 1, 2, -1, -1, 3]
+
+
+@pytest.mark.parametrize(
+    "edit, settings, words",
+    [
+        (lambda d2t, t2d: t2d.logical_not_(), {}, "t2d is not true exactly at the ids of d2t"),
+        (lambda d2t, t2d: d2t[3:].sub_(1), {}, "t2d is not true exactly at the ids of d2t"),  # a stale d2t
+        (lambda d2t, t2d: d2t[:1].add_(3), {}, "ids of d2t must rise, below vocab_size"),
+        (lambda d2t, t2d: d2t[3:].add_(1), {}, "ids of d2t must rise, below vocab_size"),
+        (lambda d2t, t2d: d2t[:1].sub_(1), {}, "ids of d2t must rise, below vocab_size"),
+        (None, {"draft_vocab_size": 5}, r"'d2t' has shape (4,); expected: (5)"),
+        (None, {"draft_vocab_size": None}, "unknown tensor(s): d2t, t2d"),
+        (None, {"draft_vocab_size": 7}, "draft_vocab_size=7 with vocab_size=7"),
+    ],
+)
+def test_damaged_draft_vocabulary_is_refused_in_one_line(tmp_path, edit, settings, words):
+    with_vocabulary(tmp_path, edit or (lambda d2t, t2d: None), **settings)
+    assert words in refusal(tmp_path, "mtpc")
+
+
+@pytest.mark.parametrize("name", ["d2t", "t2d"])
+def test_missing_tensor_of_a_draft_vocabulary_is_refused(tmp_path, name):
+    with_vocabulary(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({key: value for key, value in tensors.items() if key != name}, tmp_path / "model.safetensors")
+    assert f"tensor(s) missing: {name}" in refusal(tmp_path, "mtpc")
+
+
 def draft_layers() -> LoraDraftLayers:
     model = llama()
     split = LoraDraftLayers(Target("llama", model, None, model.model, model.lm_head, "torch"), 2, rank=2, alpha=4)
@@ -59,7 +110,7 @@ def draft_layers() -> LoraDraftLayers:
 
 def test_draft_layers_are_saved_and_loaded_with_their_head(tmp_path):
     split = draft_layers()
-    config, head = new_mtpc(target=LLAMA, lora_layers=2)
+    config, head = new_mtpc(target=LLAMA, trunk=LORA)
     save_head(tmp_path / "head", config, head, {}, "card", adapters=split.adapters)
     assert load_head(tmp_path / "head")[0] == config
     loaded = LoraDraftLayers.load(check_tensors(tmp_path / "head", config), split.target)
@@ -78,7 +129,8 @@ def test_draft_layers_are_saved_and_loaded_with_their_head(tmp_path):
 
 @pytest.mark.parametrize("has_layers, layers", [(False, 2), (True, 1), (True, 0)])
 def test_draft_layers_must_be_those_of_the_config_to_be_saved(tmp_path, has_layers, layers):
-    config, head = new_mtpc(target=LLAMA, lora_layers=layers)
+    trunk = LORA | {"layers": layers} if layers else {"kind": "none"}
+    config, head = new_mtpc(target=LLAMA, trunk=trunk)
     with pytest.raises(MtpcError, match=f"lora_layers={layers}"):
         save_head(tmp_path / "head", config, head, {}, "card", adapters=draft_layers().adapters if has_layers else None)
     assert not (tmp_path / "head").exists()
@@ -186,7 +238,7 @@ def test_save_interrupted_between_renames_leaves_one_head_or_a_refusal(tmp_path,
 @pytest.mark.parametrize(
     "kind, edit, words",
     [
-        ("mtpc", lambda lora, head: head.leaf_weight.data.fill_(1e6), ["leaf_weight", "float16"]),
+        ("mtpc", lambda lora, head: head.leaves.leaf_weight.data.fill_(1e6), ["leaf_weight", "float16"]),
         ("layers", lambda lora, head: lora[Q_A].fill_(float("inf")), ["NaN or infinity", Q_A]),
         ("ptp", lambda lora, u: lora.pop(Q_A), ["missing", Q_A]),
         ("ptp", lambda lora, u: lora[Q_A].fill_(1e9), ["NaN or infinity as torch.float16"]),

@@ -27,7 +27,7 @@ def test_conditionals_equal_the_targets_heads(tmp_path: Path, is_sharded: bool) 
     convert(tmp_path / "target", tmp_path / "target")
     config, head = load_head(tmp_path / "head", torch.float32)
     assert {"library_name", "pipeline_tag", "tags"} <= front_matter_of(tmp_path / "head").keys()
-    assert (config.circuit, config.window, config.num_components) == ("ff", SIZES["num_pred_heads"], 1)
+    assert (config.circuit.kind, config.window, config.num_components) == ("ff", SIZES["num_pred_heads"], 1)
     assert config.num_speculative_tokens == 7
     assert (tmp_path / "head" / config.speculators_config.verifier.name_or_path).resolve() == tmp_path / "target"
     text = [1, 70, 90, 200, 319]

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md's own circuit: registered as it says there, it is a distribution; incomplete ones are refused."""
+"""CONTRIBUTING.md's own circuit, trunk and leaves, registered as it documents; incomplete circuits are refused."""
 
 from __future__ import annotations
 
@@ -11,30 +11,44 @@ import pytest
 import torch
 
 import vllm_mtpc.circuits
-from tests.support import circuit_checks
+import vllm_mtpc.heads.leaves
+import vllm_mtpc.heads.trunk
+from tests.support import circuit_checks, heads_zoo
 from tests.support.enumeration import CIRCUITS, make, random_params
+from vllm_mtpc.checkpoint import load_head, save_head
 from vllm_mtpc.circuits import Circuit, Latents, get_circuit
+from vllm_mtpc.cli import main
 from vllm_mtpc.errors import HeadConfigError
+from vllm_mtpc.heads.init import init_from_lm_head
+from vllm_mtpc.heads.leaves import LEAVES
+from vllm_mtpc.heads.trunk import TRUNKS
 from vllm_mtpc.kernels.filter import Instruction, Op
 
 torch.set_num_threads(1)
 NAME = "pairs"
 TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-SECTION = TEXT.split("## Add a circuit\n")[1].split("\n## ")[0]
-FILE, LINE = (re.sub(r"(?m)^   ", "", block) for block in re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL))
+PARTS = {  # by the title of its recipe: package and registry
+    "Add a circuit": (vllm_mtpc.circuits, vllm_mtpc.circuits.CIRCUITS),
+    "Add a trunk": (vllm_mtpc.heads.trunk, TRUNKS.places),
+    "Add leaves": (vllm_mtpc.heads.leaves, LEAVES.places),
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def registered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The fenced blocks as the file and the line of the registry that they are."""
-    folder = tmp_path_factory.mktemp("circuit")
-    (folder / f"{NAME}.py").write_text(FILE, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm_mtpc.circuits, "__path__", [*vllm_mtpc.circuits.__path__, str(folder)])
-        for name, where in eval(f"{{{LINE}}}").items():
-            patch.setitem(vllm_mtpc.circuits.CIRCUITS, name, where)
+        for title, (package, registry) in PARTS.items():
+            section = TEXT.split(f"## {title}\n")[1].split("\n## ")[0]
+            blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+            file, line = (re.sub(r"(?m)^   ", "", block) for block in blocks)
+            folder = tmp_path_factory.mktemp("part")
+            patch.setattr(package, "__path__", [*package.__path__, str(folder)])
+            for name, where in eval(f"{{{line}}}" if ":" in line.split('"')[2] else f"dict({line})").items():
+                (folder / f"{name}.py").write_text(file, encoding="utf-8")
+                patch.setitem(registry, name, where)
+                patch.delitem(sys.modules, f"{package.__name__}.{name}", raising=False)
         yield
-        sys.modules.pop("vllm_mtpc.circuits.pairs", None)
 
 
 @pytest.mark.parametrize("n, r, vocab", [(2, 3, 4), (3, 2, 4), (5, 3, 3), (6, 2, 3)])
@@ -46,6 +60,35 @@ def test_recipe_circuit_equals_enumeration(n, r, vocab):
 def test_trained_cp_becomes_the_recipe_circuit():
     circuit_checks.check_growth_from_a_cp("linear", NAME, 4, 1)
     circuit_checks.check_growth_from_an_ff("linear", NAME)
+
+
+@pytest.mark.parametrize("ids", [None, [0, 2]], ids=["all ids", "draft vocabulary"])
+@pytest.mark.parametrize("trunk", ["dense", "none", "mlp"])
+@pytest.mark.parametrize("leaves", ["biases", "own"])
+def test_recipe_trunk_and_leaves_make_a_head(tmp_path, monkeypatch, trunk, leaves, ids):
+    """Of the recipe's circuit: it grows from a trained ff, is a distribution, is saved and drafts."""
+    parts = {"trunk": {"kind": trunk}, "leaves": {"kind": leaves}}
+    monkeypatch.setitem(heads_zoo.OPTIONS, "recipe", parts)
+    circuit_checks.check_growth_from_an_ff("recipe", NAME)
+    config = heads_zoo.configure("recipe", NAME, columns=ids and len(ids))
+    head = heads_zoo.build("recipe", NAME, ids=ids, std=0.3)
+    init_from_lm_head(head, heads_zoo.LM_HEAD, seed=0)
+    save_head(tmp_path, config, head, {}, "card", torch.float32)
+    loaded = load_head(tmp_path)[1]
+    heads_zoo.bind_target(loaded)
+    first = torch.arange(heads_zoo.B)
+    params, again = (made(heads_zoo.hidden_states(), first) for made in (head, loaded))
+    assert torch.equal(params.leaf, again.leaf) and torch.equal(params.inner, again.inner)
+    torch.testing.assert_close(params.leaf.exp().sum(-1), torch.ones(params.leaf.shape[:-1]))
+    found = loaded.draft_params(heads_zoo.hidden_states(), first, 2)
+    torch.testing.assert_close(found.leaf.log_softmax(-1), params.leaf[:, 1 - params.skip :][:, :2])
+
+
+def test_help_lists_the_recipes(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "own, lm_head, biases: rank of the term that the token before adds" in printed
 
 
 CONDITION = [Instruction(Op.CONDITION)]

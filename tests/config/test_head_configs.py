@@ -12,8 +12,9 @@ from vllm_mtpc.config.base import SPECULATORS_VERSION, AnyHeadConfig
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.errors import HeadConfigError
-from vllm_mtpc.heads import head_options
+from vllm_mtpc.heads.leaves import LEAVES
 from vllm_mtpc.heads.ptp.embedding import EMBEDDINGS
+from vllm_mtpc.heads.trunk import TRUNKS
 
 TARGET: dict[str, Any] = {"model_type": "llama", "hidden_size": 8, "vocab_size": 5, "num_hidden_layers": 2}
 TARGET |= {"architectures": ["LlamaForCausalLM"], "num_attention_heads": [2, 4]}
@@ -61,13 +62,25 @@ def test_config_follows_the_schema_of_speculators(kind):
     assert all(field.description for field in type(create(kind)).model_fields.values())
 
 
-@pytest.mark.parametrize("head, options", [("linear", {}), ("shared", {"expander_rank": 64})])
-def test_options_of_other_heads_are_not_written(head, options):
-    values = json.loads(create(head=head).to_json())
-    assert {key: values[key] for key in values if key in head_options()} == options
-    assert HeadConfig.parse(values) == create(head=head)
-    named = {key: value * 2 for key, value in options.items()}
-    assert {key: getattr(create(head=head, **named), key) for key in options} == named
+@pytest.mark.parametrize("trunk", TRUNKS.places)
+@pytest.mark.parametrize("leaves", LEAVES.places)
+@pytest.mark.parametrize("columns", [None, 3])
+def test_sections_are_written_whole_and_read_back(trunk, leaves, columns):
+    given = {"trunk": {"kind": trunk}, "leaves": {"kind": leaves, "token_rank": 2}, "draft_vocab_size": columns}
+    made = create(target=TARGET | {"num_attention_heads": 2, "intermediate_size": 12}, **given)
+    values = json.loads(made.to_json())
+    for part, table, kind in (("trunk", TRUNKS, trunk), ("leaves", LEAVES, leaves)):
+        fields = table.find(kind).Options.model_fields
+        assert values[part].keys() | {"model"} == fields.keys() | {"model"} and values[part]["kind"] == kind
+        assert all(field.description for field in fields.values())
+    assert (values["leaves"]["token_rank"], values.get("draft_vocab_size")) == (2, columns)
+    assert HeadConfig.parse(values) == made
+
+
+@pytest.mark.parametrize("vocab_size, trunk, leaves, rank", [(2000, "none", "own", None), (2001, "mlp", "lm_head", 16)])
+def test_default_parts_fit_the_vocabulary(vocab_size, trunk, leaves, rank):
+    made = create(target=TARGET | {"vocab_size": vocab_size})
+    assert (made.trunk.kind, made.leaves.kind, getattr(made.leaves, "component_rank", None)) == (trunk, leaves, rank)
 
 
 def test_defaults_depend_on_the_target_and_the_variant():
@@ -80,7 +93,7 @@ def test_defaults_depend_on_the_target_and_the_variant():
 @pytest.mark.parametrize(
     "kind, changes, words",
     [
-        ("mtpc", {"window": 1}, "window=1"),
+        ("mtpc", {"window": 1}, "'window' = 1"),
         ("mtpc", {"target": {"hidden_size": 8}}, "vocab_size"),
         ("mtpc", {"target": {"vocab_size": 8}}, "hidden_size"),
         ("ptp", {"target": {**TARGET, "num_hidden_layers": None}}, "num_hidden_layers"),

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_mtpc.circuits import get_circuit
-from vllm_mtpc.heads.shared import SharedHead
+from vllm_mtpc.config.mtpc_config import HeadConfig
+from vllm_mtpc.heads.head import build_head
 
 CODE = re.compile(r"^( *)```.*?^\1```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!\w+:)([^)\s#]*)#?([^)\s]*)\)")  # of a file here; its anchor
@@ -55,9 +55,11 @@ def test_table_of_head_sizes_is_computed(root: Path, vocab: int, size: int) -> N
     """A row of the last table of docs/your-model.md."""
     shown = []
     for component_rank, token_rank in ((0, 0), (16, 0), (16, 32)):
+        leaves = {"kind": "lm_head", "component_rank": component_rank, "token_rank": token_rank}
+        sizes = {"circuit": "btree", "num_components": 8, "window": 8, "trunk": {"kind": "none"}, "leaves": leaves}
         with torch.device("meta"):
-            options = {"expander_rank": 64, "component_rank": component_rank, "token_rank": token_rank}
-            head = SharedHead(get_circuit("btree", 8, 8), vocab, size, **options)
+            target = {"vocab_size": vocab, "hidden_size": size}
+            head = build_head(HeadConfig.create(**sizes, target=target, verifier="x"))
         shown.append(f"{sum(parameter.numel() for parameter in head.parameters()) / 1e6:.1f}M")
     row = f"| {' | '.join([f'{vocab:,}', f'{size:,}', *shown, f'{4 * 8 * 8 * vocab / 1e6:.1f} MB'])} |"
     assert row in (root / "docs" / "your-model.md").read_text(encoding="utf-8"), row

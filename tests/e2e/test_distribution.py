@@ -47,7 +47,12 @@ FEW_DRAWS = {  # in every run; dropping tokens moves the first three by 0.06 and
     "fault: drafts scored without the token before": FEW,
     "hosted on EAGLE-3": FEW,
     "fault: hosted, the recovered token is dropped": 4_000,
-    "product on EAGLE-3": FEW,
+    "draft vocabulary": FEW,
+    "fault: draft vocabulary, the recovered token is dropped": 4_000,
+    "V1: draft vocabulary": FEW,
+    "trunk mlp": FEW,
+    "fault: trunk mlp, the recovered token is dropped": 4_000,
+    "V1: trunk mlp": FEW,
     "o-ptp": FEW,
     "fault: o-ptp, u squared": FEW,
 }

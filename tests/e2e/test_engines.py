@@ -20,7 +20,7 @@ from tests.support.engine import DEMO, TWO_RANKS, Call, ask, build, run_with_pla
 from tests.support.models import make_head, make_ptp_head, make_target, random_lora
 from tests.support.requests import ALL_DRAFTS, same_logprobs
 from vllm_mtpc.heads.adapters import MODULES
-from vllm_mtpc.heads.linear import SHARD_BYTES
+from vllm_mtpc.heads.leaves.own import SHARD_BYTES
 
 VOCAB, BLOCK = 48, 32
 PROMPTS = [[3, 9, 4], [20, 21, 22, 23, 24], [7, 7, 1, 12]]
@@ -64,10 +64,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for head in ("mtpc", "ptp"):
             (folder / bits / head).symlink_to(folder / "float" / head)
     quantise(folder / "float" / "target", folder / "int8 lm_head" / "target", INT8, ignore=())
-    make_head(folder / "int8 lm_head" / "mtpc", target, "btree", 4, 2, head="shared", expander_rank=16)
+    make_head(folder / "int8 lm_head" / "mtpc", target, "btree", 4, 2, leaves={"kind": "lm_head", "expander_rank": 16})
     for name, ranks in (("shared", {}), ("low rank", {"component_rank": 8, "token_rank": 4})):
         few = make_target(folder / name / "target", 30, seed=3)
-        make_head(folder / name / "mtpc", few, "btree", 4, 3, steps=70, head="shared", expander_rank=8, **ranks)
+        leaves = {"kind": "lm_head", "expander_rank": 8, **ranks}
+        make_head(folder / name / "mtpc", few, "btree", 4, 3, steps=70, leaves=leaves)
     # unembeddings of a size that is divided over ranks, unevenly
     assert 8 * 32 * 517 * 64 * torch.bfloat16.itemsize >= SHARD_BYTES["cpu"]
     large = make_target(folder / "large" / "target", 517, seed=3)

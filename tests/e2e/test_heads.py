@@ -47,8 +47,16 @@ FAMILIES: dict[str, PretrainedConfig] = {
 }
 HEADS: dict[str, dict[str, Any]] = {
     "linear": {},
-    "shared": {"expander_rank": 16},
-    "low rank": {"head": "shared", "expander_rank": 8, "component_rank": 8, "token_rank": 4},
+    "shared": {"leaves": {"kind": "lm_head", "expander_rank": 16}},
+    "low rank": {"leaves": {"kind": "lm_head", "expander_rank": 8, "component_rank": 8, "token_rank": 4}},
+    "every second id": {"ids": list(range(0, 30, 2))},
+    "every second id, lm_head": {
+        "ids": list(range(1, 30, 2)),
+        "trunk": {"kind": "mlp"},
+        "leaves": {"kind": "lm_head", "component_rank": 4},
+    },
+    "mlp": {"trunk": {"kind": "mlp"}},
+    "mlp, lm_head": {"trunk": {"kind": "mlp"}, "leaves": {"kind": "lm_head", "expander_rank": 8, "component_rank": 4}},
 }
 EVERY_RUN = [("gemma2", "shared"), *(("llama", head) for head in HEADS if head != "shared")]
 NIGHTLY = [(family, "shared") for family in FAMILIES if family != "gemma2"]
@@ -65,7 +73,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
         torch.manual_seed(1)
         target = AutoModelForCausalLM.from_config(FAMILIES[family], attn_implementation="eager").eval()
         target.save_pretrained(place / "target")
-        make_head(place / "head", target, "btree", WINDOW, COMPONENTS, steps=70, **{"head": head, **HEADS[head]})
+        make_head(place / "head", target, "btree", WINDOW, COMPONENTS, steps=70, **HEADS[head])
         return place
 
     return cache(make)
@@ -88,9 +96,17 @@ def predict(place: Path, is_capped: bool = True) -> list[tuple[list[int], list[l
     # eager: transformers' other attentions leave out the soft cap of attention logits
     target = AutoModelForCausalLM.from_pretrained(place / "target", dtype=torch.float32, attn_implementation="eager")
     _, head = load_head(place / "head", torch.float32)
-    if head.needs_lm_head:
-        cap = is_capped and getattr(target.config, "final_logit_softcapping", None)
-        head.bind_lm_head(lambda h: torch.tanh(target.lm_head(h) / cap) * cap if cap else target.lm_head(h))
+    if head.trunk.needs_embedding:
+        head.trunk.bind_embedding(target.get_input_embeddings())
+    if head.leaves.needs_lm_head:
+        cap, ids = is_capped and getattr(target.config, "final_logit_softcapping", None), slice(None)
+        ids = ids if head.vocabulary is None else head.vocabulary.ids
+
+        def logits(states: torch.Tensor) -> torch.Tensor:
+            found = target.lm_head(states)[..., ids]
+            return torch.tanh(found / cap) * cap if cap else found
+
+        head.leaves.bind_lm_head(logits)
     found = []
     for prompt in PROMPTS:
         text = torch.tensor([prompt])
@@ -99,7 +115,8 @@ def predict(place: Path, is_capped: bool = True) -> list[tuple[list[int], list[l
         hidden = target.model(text).last_hidden_state[0]
         end, steps, total = len(prompt) + 1, [], 0  # tokens so far; the first one comes from reading the prompt
         while True:
-            steps.append(head.circuit.greedy(head(hidden[end - 2 : end - 1]), text[:, end - 1 : end])[0, 1:])
+            params = head(hidden[end - 2 : end - 1], text[:, end - 1])
+            steps.append(head.circuit.greedy(params, text[:, end - 1 : end])[0, 1:])
             if end >= len(prompt) + LENGTH:
                 break
             accepted = int((steps[-1] == text[0, end : end + WINDOW - 1]).long().cumprod(0).sum())

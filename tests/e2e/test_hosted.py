@@ -14,7 +14,6 @@ from tests.support.models import make_target
 from tests.support.requests import ALL_DRAFTS, PROMPTS, VOCAB
 from vllm_mtpc.checkpoint import read_circuit_config
 from vllm_mtpc.cli import main
-from vllm_mtpc.heads import HOSTED
 
 SHARED = [5, 6, 7, 8] * 8  # one block
 CALLS = [
@@ -80,19 +79,18 @@ def test_untrained_head_drafts_what_vllm_drafts(tmp_path: Path, name: str) -> No
     assert ours[-1].accepted > 0
 
 
-def make_circuit(place: Path, name: str, head: str) -> None:
+def make_circuit(place: Path, name: str) -> None:
     """The target of a case, and in `circuit` a head whose components differ."""
     make_case(place, name)
     untrained = read_circuit_config(place / "head")
-    given = {"head": head, "circuit": "hmm", "window": 5, "num_components": 4, "component_rank": 4, "noise": 0.3}
+    given = {"circuit": "hmm", "window": 5, "num_components": 4, "leaves": {"component_rank": 4}, "noise": 0.3}
     sizes = {name: getattr(untrained, name) for name in ("vocab_size", "hidden_size")}
-    make_hosted(place / "circuit", sizes, untrained.drafter.model_dump(), **given)
+    make_hosted(place / "circuit", sizes, untrained.hosted.model_dump(), **given)
 
 
-@pytest.mark.parametrize("head", HOSTED)
 @pytest.mark.parametrize("name", ["mimo", pytest.param("eagle3", marks=pytest.mark.slow)])
-def test_circuit_on_a_drafter_keeps_greedy_text(tmp_path: Path, name: str, head: str) -> None:
-    make_circuit(tmp_path, name, head)
+def test_circuit_on_a_drafter_keeps_greedy_text(tmp_path: Path, name: str) -> None:
+    make_circuit(tmp_path, name)
     every = {name: build(tmp_path, head, CALLS, **COMMON) for name, head in (("ours", "circuit"), ("none", None))}
     replies = run(every, "v2", async_scheduling=False)
     for ours, none, number in zip(replies["ours"], replies["none"], range(len(CALLS)), strict=True):
@@ -101,11 +99,10 @@ def test_circuit_on_a_drafter_keeps_greedy_text(tmp_path: Path, name: str, head:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head", HOSTED)
 @pytest.mark.parametrize("name", ["mimo", "glm", "eagle3"])
-def test_two_ranks_draft_what_one_drafts(tmp_path: Path, name: str, head: str) -> None:
+def test_two_ranks_draft_what_one_drafts(tmp_path: Path, name: str) -> None:
     """Each rank has the logits of its part of the drafter's lm_head; sampled texts depend on every draft."""
-    make_circuit(tmp_path, name, head)
+    make_circuit(tmp_path, name)
     divided = {"tensor_parallel_size": 2, "worker_extension_cls": "tests.support.workers.Divides"}
     (one,) = run({"one": build(tmp_path, "circuit", CALLS, **COMMON)}, "v2", async_scheduling=False).values()
     made = build(tmp_path, "circuit", CALLS, **COMMON, **divided)

@@ -15,11 +15,11 @@ import pytest
 
 from tests.support import backbones
 from tests.support.engine import Engine, Reply, ask, build, run
-from tests.support.models import make_head, make_ptp_head, make_target, random_layers
+from tests.support.models import lora_section, make_head, make_ptp_head, make_target, random_layers
 from tests.support.requests import PROMPTS, SMALL, VOCAB
 from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
-from vllm_mtpc.heads import build_head
+from vllm_mtpc.heads.head import build_head
 
 SPEC: dict[str, dict[str, Any]] = {  # by head of Model Runner V2
     "draft layers": {},
@@ -35,10 +35,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = make_target(folder / "target", VOCAB, seed=3)
     shutil.copytree(folder / "target", folder / "bundled")
     make_head(folder / "bundled" / "mtpc", target, "btree", 4, 2)
-    layers = random_layers(folder / "target", 1, scale=0.02)
+    adapters = random_layers(folder / "target", 1, scale=0.02).adapters
     sizes = {"circuit": "btree", "window": 4, "num_components": 2, "target": target.config, "verifier": "../target"}
-    config = HeadConfig.create(**sizes, lora_layers=1)
-    save_head(folder / "draft layers", config, build_head(config), {}, "made by a test", adapters=layers.adapters)
+    config = HeadConfig.create(**sizes, trunk=lora_section(adapters))
+    save_head(folder / "draft layers", config, build_head(config), {}, "made by a test", adapters=adapters)
     texts = [prompt + backbones.Target(folder / "target", []).greedy(prompt, 6) for prompt in PROMPTS]
     backbones.fit(folder / "backbone", folder / "target", texts, steps=3)
     make_ptp_head(folder / "o-ptp", target, "o-ptp", 5, scale=0.01)

@@ -18,11 +18,11 @@ from tests.support.requests import ALL_DRAFTS
 from tests.support.training import V, losses, make_trainer, options_for
 from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.data.sources import Documents
-from vllm_mtpc.heads import build_head
+from vllm_mtpc.heads.head import build_head
 from vllm_mtpc.hf import load_target
 
 PROMPTS, NEW, WINDOW = [[1, 2, 3, 4], [7, 0, 7, 5]], 17, 4
-KINDS = {"btree": {"circuit": "btree"}, "shared": {"head": "shared", "circuit": "hmm"}}  # circuits and heads
+KINDS = {"btree": {"circuit": "btree"}, "shared": {"leaves": "lm_head", "circuit": "hmm"}}  # circuits and heads
 
 
 def test_every_draft_of_a_memorised_text_is_accepted(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from tests.support.heads import fit_head
 from tests.support.models import make_target, random_layers
 from tests.support.requests import LONGEST, PROMPTS, SMALL, VOCAB
 from vllm_mtpc.checkpoint import check_tensors, load_head
-from vllm_mtpc.heads.adapters import LoraDraftLayers
+from vllm_mtpc.heads.trunk.lora import LoraDraftLayers
 from vllm_mtpc.hf import load_target
 from vllm_mtpc.kernels.draft import naive
 
@@ -39,8 +39,13 @@ CALLS = [
 ]
 ALONE = CALLS[1:2]  # a prompt whose first pieces are read in steps that sample nothing
 BACKBONES: dict[str, dict[str, Any]] = {
-    "hmm": {"token_rank": 4},
-    "from anchor": {"circuit": "ff", "num_components": 1, "component_rank": 0, "sample_from_anchor": True},
+    "hmm": {"leaves": {"token_rank": 4}},
+    "from anchor": {
+        "circuit": "ff",
+        "num_components": 1,
+        "leaves": {"component_rank": 0},
+        "trunk": {"sample_from_anchor": True},
+    },
 }
 NOTED = "noted states"
 Case = tuple[str, str, list[Call], int]  # head, injected change, calls, compared drafts at least; 0: a fault
@@ -62,7 +67,7 @@ def make_layers(folder: Path, layers: int) -> None:
     split = random_layers(folder / "target", layers)
     reads = SimpleNamespace(hidden=lambda text: split.draft(split.trunk(torch.tensor([text])))[0].detach())
     target, prompts = backbones.Target(folder / "target", []), [prompt for call in CALLS for prompt in call.prompts]
-    fit_head(folder / f"lora-{layers}", target, split._target[0].config.to_dict(), prompts, 6, reads, split)
+    fit_head(folder / f"lora-{layers}", target, split._target[0].config.to_dict(), prompts, 6, reads, split.adapters)
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +79,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = [prompt + reader.greedy(prompt, 6) for call in CALLS for prompt in call.prompts]
     for name, settings in BACKBONES.items():
         # not the target's own key and value heads: pages of another size; what enters its first layer, leaves its last
-        given = {"backbone_kv_heads": 1, "aux_hidden_state_layer_ids": [0, 2, 5]} | settings
-        backbones.fit(folder / name, folder / "target", texts, 4, **given)
+        trunk = {"kv_heads": 1, "aux_hidden_state_layer_ids": [0, 2, 5], **settings.get("trunk", {})}
+        backbones.fit(folder / name, folder / "target", texts, 4, **settings | {"trunk": trunk})
     return folder
 
 
@@ -107,7 +112,7 @@ def reference(head: Path, target: Path) -> Callable[[list[int], Tensor], tuple[T
     if config.lora_layers:
         layers = LoraDraftLayers.load(check_tensors(head, config), load_target(target, torch.float32))
     else:
-        reader = backbones.Target(target, config.aux_hidden_state_layer_ids)
+        reader = backbones.Target(target, config.trunk.aux_hidden_state_layer_ids)
         reader.lend(made)
 
     @torch.no_grad()

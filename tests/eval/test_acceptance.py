@@ -6,21 +6,23 @@ import pytest
 import torch
 
 from tests.support.tiny import N, TableTarget, V, acceptance, tiny_head
-from vllm_mtpc.circuits.conditionals import conditionals
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval import acceptance as evaluate
+from vllm_mtpc.eval.acceptance import along_text
 from vllm_mtpc.eval.text import Samples, Sampling
 
 CIRCUITS = ["ff", "cp", "hmm", "btree"]
 
 
 def enumerated(target: TableTarget, head, m: int, temperature: float = 1.0):
-    """All windows after one prompt: tokens [W, m], states [W, m, D], p and q [W, m, V] at that temperature."""
+    """All windows after one prompt: tokens [W, m], states [W, m, D], p and q [W, m, V] at a temperature."""
     tokens = torch.tensor(list(itertools.product(range(V), repeat=m)))
     prompt = torch.tensor([1, 2]).expand(len(tokens), 2)
     states = target.states(torch.cat([prompt, tokens], 1))[:, :m]
     p = (target.logits(states) / temperature).softmax(-1)
-    q = (conditionals(head.circuit, head(states[:, 0], m), tokens) / temperature).softmax(-1)
+    log_q = along_text(head, states[:, 0], tokens)
+    q = torch.zeros(len(tokens), m - 1, V)
+    q[..., slice(None) if head.vocabulary is None else head.vocabulary.ids] = (log_q / temperature).softmax(-1)
     return tokens, states, p, q
 
 
@@ -30,13 +32,16 @@ def along(distribution: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("circuit", CIRCUITS)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_sampled_acceptance_is_that_of_drafted_paths(circuit, temperature):
+@pytest.mark.parametrize("columns", [None, 3])
+def test_sampled_acceptance_is_that_of_drafted_paths(circuit, temperature, columns):
     """sum over text of p * prod min(1, q/p) = sum over drafts of p(x_1) q * prod min(1, p/q), length by length."""
-    head, target = tiny_head(circuit), TableTarget()
+    head, target = tiny_head(circuit, draft_vocab_size=columns), TableTarget()
+    if columns:
+        head.set_vocabulary(torch.tensor([0, 1, 3]))
     tokens, states, p, q = enumerated(target, head, N, temperature)
-    p, q = along(p, tokens), along(q, tokens)
-    drafted = p[:, 0] * q[:, 1:].prod(1)
-    by_drafts = (drafted[:, None] * (p / q)[:, 1:].clamp(max=1).cumprod(1)).sum(0)
+    p, q = along(p, tokens), along(q, tokens[:, 1:])
+    drafted = p[:, 0] * q.prod(1)
+    by_drafts = (drafted[:, None] * (p[:, 1:] / q).clamp(max=1).cumprod(1)).sum(0)
     shortcut = acceptance(head, target, states, tokens, Sampling(temperature))
     by_text = (p.prod(1)[:, None] * shortcut).sum(0)
     torch.testing.assert_close(by_text, by_drafts, atol=1e-5, rtol=1e-5)
@@ -49,8 +54,8 @@ def test_overlaps_have_the_same_expectation_and_less_noise(circuit, drafts):
     head, target = tiny_head(circuit), TableTarget()
     tokens, states, p, _ = enumerated(target, head, drafts + 1)
     weight = along(p, tokens).prod(1).double()
-    log_q = conditionals(head.circuit, head(states[:, 0], drafts + 1), tokens)
-    values = evaluate._at_contexts(log_q, target, states, tokens, Sampling(1.0)).double()
+    log_q = along_text(head, states[:, 0], tokens)
+    values = evaluate._at_contexts(log_q, target, states, tokens, Sampling(1.0), None).double()
     text, overlap = values[:, :drafts], values[:, drafts : 2 * drafts]
     means = [(weight[:, None] * part).sum(0) for part in (text, overlap)]
     torch.testing.assert_close(*means, atol=1e-6, rtol=1e-5)
@@ -64,12 +69,12 @@ def test_overlaps_have_the_same_expectation_and_less_noise(circuit, drafts):
 
 def test_bits_are_those_of_the_distributions():
     head, target = tiny_head("hmm"), TableTarget()
-    tokens, states, p, _ = enumerated(target, head, N)
-    log_q = conditionals(head.circuit, head(states[:, 0]), tokens)
-    values = evaluate._at_contexts(log_q, target, states, tokens, Sampling(0.5))
-    torch.testing.assert_close(values[:, -2], -along(p, tokens)[:, 0].log(), atol=1e-5, rtol=1e-5)
-    joint = head.circuit.log_prob(head(states[:, 0]), tokens)
-    torch.testing.assert_close(values[:, -1], -joint, atol=1e-4, rtol=1e-5)
+    tokens, states, p, q = enumerated(target, head, N)
+    values = evaluate._at_contexts(q.log(), target, states, tokens, Sampling(0.5), None)
+    first = along(p, tokens)[:, 0].log()
+    torch.testing.assert_close(values[:, -3], -first, atol=1e-5, rtol=1e-5)
+    joint = first + head.circuit.conditional_log_probs(head(states[:, 0]), tokens)[:, 1:].sum(1)
+    torch.testing.assert_close(values[:, -2], -joint, atol=1e-4, rtol=1e-5)
     assert joint.exp().sum().item() == pytest.approx(1.0, abs=1e-4)  # all windows share one h_t
 
 

@@ -30,9 +30,9 @@ from vllm_mtpc.eval.circuit_evaluator import MtpcEvaluator, noise_given_text
 from vllm_mtpc.eval.evaluator import Diagnosis, Requests, load
 from vllm_mtpc.eval.ptp_evaluator import PtpEvaluator
 from vllm_mtpc.eval.text import Sampling
-from vllm_mtpc.heads import build_head
-from vllm_mtpc.heads.adapters import LoraDraftLayers
+from vllm_mtpc.heads.head import build_head
 from vllm_mtpc.heads.ptp.student import Student
+from vllm_mtpc.heads.trunk.lora import LoraDraftLayers
 from vllm_mtpc.hf import load_target
 
 HEAD = str(demo.path("btree"))

@@ -86,30 +86,31 @@ def make_folder(place: Path, name: str) -> Path:
     if name in ("mimo", "eagle3", "speculators dflash", "speculators dspark"):
         test_hosted.make_case(place, name)
         return place / "head"
-    if name == "product":
-        test_hosted.make_circuit(place, "mimo", "product")
-        return place / "circuit"
-    target = make_target(place / "target", vocab_size=48 if name == "draft layers" else 128_264, seed=0, layers=4)
+    target = make_target(place / "target", vocab_size=128_264 if "large" in name else 48, seed=0, layers=4)
     write_head(place / "head", target.config.to_dict(), **MADE[name])
     return place / "head"
 
 
-SHARED = {"head": "shared", "expander_rank": 8, "token_rank": 4}
+SHARED = {"kind": "lm_head", "expander_rank": 8, "component_rank": 0, "token_rank": 4}
 # Vocabularies of many blocks: drafts, and the reduction over blocks and ranks, are other launches.
 MADE: dict[str, dict[str, Any]] = {
-    "draft layers": {"lora_layers": 2},
-    "large vocabulary": SHARED,
-    "large vocabulary, low rank": {**SHARED, "component_rank": 16},
+    "draft layers": {"trunk": {"kind": "lora", "rank": 4, "alpha": 8.0}},
+    "mlp": {"trunk": {"kind": "mlp"}},
+    "large vocabulary": {"trunk": {"kind": "none"}, "leaves": SHARED},
+    "large vocabulary, low rank": {"trunk": {"kind": "none"}, "leaves": SHARED | {"component_rank": 16}},
+    "large vocabulary, mlp": {"trunk": {"kind": "mlp"}, "leaves": SHARED | {"component_rank": 16}},
 }
-HOSTED = ("mimo", "eagle3", "speculators dflash", "speculators dspark", "product")
+HOSTED = ("mimo", "eagle3", "speculators dflash", "speculators dspark")
 
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
-        *(pytest.param(name, 1, marks=pytest.mark.slow) for name in (*HOSTED, *MADE)),
+        *(pytest.param(name, 1, marks=pytest.mark.slow) for name in (*HOSTED, *MADE) if name != "mlp"),
         pytest.param("large vocabulary", 2, marks=pytest.mark.slow),
         ("large vocabulary, low rank", 2),
+        ("mlp", 1),
+        pytest.param("large vocabulary, mlp", 2, marks=pytest.mark.slow),
     ],
 )
 def test_made_heads_start_and_draft(name: str, ranks: int, tmp_path: Path) -> None:

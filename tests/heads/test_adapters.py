@@ -9,7 +9,7 @@ import torch
 from peft import PeftModel
 from transformers import LlamaForCausalLM
 
-from vllm_mtpc.heads.adapters import LoraDraftLayers
+from vllm_mtpc.heads.trunk.lora import LoraDraftLayers
 from vllm_mtpc.hf import Target, load_target
 
 torch.set_num_threads(1)

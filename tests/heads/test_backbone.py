@@ -9,8 +9,8 @@ from torch import Tensor
 from tests.support.drafters import draft_states
 from tests.support.heads_zoo import EMBEDDING, D, build
 from vllm_mtpc.config.mtpc_config import HeadConfig
-from vllm_mtpc.heads import backbone
-from vllm_mtpc.heads.backbone import BackboneHead
+from vllm_mtpc.heads.head import Head
+from vllm_mtpc.heads.trunk import backbone
 
 torch.set_num_threads(1)
 S = 11
@@ -24,20 +24,20 @@ ROW, START, FIRST = (
 )
 
 
-def head_of(from_anchor: bool = False) -> BackboneHead:
-    return build("backbone", "hmm", std=0.3, sample_from_anchor=from_anchor).double()
+def head_of(from_anchor: bool = False) -> Head:
+    return build("backbone", "hmm", std=0.3, trunk={"sample_from_anchor": from_anchor}).double()
 
 
-def read(head: BackboneHead, aux: Tensor = AUX, first: Tensor = FIRST) -> Tensor:
-    return head.read(head.context(aux, POSITION, DOCUMENT), ROW, START, first)
+def read(head: Head, aux: Tensor = AUX, first: Tensor = FIRST) -> Tensor:
+    return head.trunk.read(head.trunk.context(aux, POSITION, DOCUMENT), ROW, START, first)
 
 
-def slow(head: BackboneHead) -> Tensor:
+def slow(head: Head) -> Tensor:
     """States [windows, n, D], one window after the other."""
-    weights, found, steps = dict(head.backbone.named_parameters()), [], torch.arange(5 - head.from_anchor)
+    weights, found, steps = dict(head.trunk.backbone.named_parameters()), [], torch.arange(5 - head.trunk.from_anchor)
     for row, start, first in zip(ROW.tolist(), START.tolist(), FIRST.tolist(), strict=True):
         seen = (DOCUMENT[row] == DOCUMENT[row, start]) & (torch.arange(S) <= start)
-        queries = torch.stack([EMBEDDING[first].double(), *[head.backbone.mask_embedding] * (len(steps) - 1)])
+        queries = torch.stack([EMBEDDING[first].double(), *[head.trunk.backbone.mask_embedding] * (len(steps) - 1)])
         places = torch.cat([POSITION[row, seen], POSITION[row, start] + 1 + steps])
         found.append(draft_states(weights, AUX[row, seen], queries, places, theta=10000.0, eps=1e-6))
     return torch.stack(found)
@@ -54,7 +54,7 @@ def test_states_are_those_of_one_window_at_a_time(from_anchor, context_per_query
 
 def test_gradients_are_those_of_one_window_at_a_time():
     head, weight = head_of().requires_grad_(True), torch.randn(len(ROW), 5, D, dtype=torch.float64)
-    names = [name for name, _ in head.named_parameters() if name.startswith("backbone.")]
+    names = [name for name, _ in head.named_parameters() if name.startswith("trunk.")]
     parameters = [head.get_parameter(name) for name in names]
     found, wanted = (torch.autograd.grad((states * weight).sum(), parameters) for states in (read(head), slow(head)))
     for name, one, other in zip(names, found, wanted, strict=True):
@@ -67,7 +67,7 @@ def test_anchor_layout_reads_each_leaf_one_query_earlier():
     head, other = head_of(True), head_of(False)
     other.load_state_dict(head.state_dict())
     states = torch.randn(3, 5, D, dtype=torch.float64)
-    ours, theirs = head(states[:, 1:]), other(states)
+    ours, theirs = head(states[:, 1:], FIRST[:3]), other(states, FIRST[:3])
     torch.testing.assert_close(ours.leaf, theirs.leaf)
 
 
@@ -76,15 +76,16 @@ SIZES |= {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_parameters": {"r
 
 
 def config(target: dict = SIZES, **options) -> HeadConfig:
-    sizes = {"circuit": "cp", "window": 4, "num_components": 2, "verifier": "../target", "component_rank": 3}
-    return HeadConfig.create(**sizes | options, target=target, head="backbone")
+    sizes = {"circuit": "cp", "window": 4, "num_components": 2, "verifier": "../target"}
+    parts = {"trunk": {"kind": "backbone", **options}, "leaves": {"kind": "lm_head"}}
+    return HeadConfig.create(**sizes, **parts, target=target)
 
 
 def test_default_sizes_are_those_of_the_target():
     made = config()
-    assert (made.backbone_heads, made.backbone_kv_heads, made.backbone_head_dim) == (4, 2, 8)
-    assert (made.backbone_width, made.backbone_theta, made.backbone_eps) == (48, 5e5, 1e-5)
-    assert made.aux_hidden_state_layer_ids == [2, 3, 4, 5, 6] and made.sample_from_anchor is False
-    assert config(SIZES | {"num_hidden_layers": 32}).aux_hidden_state_layer_ids == [2, 9, 16, 23, 30]
-    assert config(SIZES | {"num_hidden_layers": 2}).aux_hidden_state_layer_ids == [1, 2]
+    trunk = made.trunk
+    assert (trunk.heads, trunk.kv_heads, trunk.head_dim, trunk.width) == (4, 2, 8, 48)
+    assert (trunk.theta, trunk.eps, trunk.sample_from_anchor) == (5e5, 1e-5, False)
+    for layers, read in ((8, [2, 3, 4, 5, 6]), (32, [2, 9, 16, 23, 30]), (2, [1, 2])):
+        assert config(SIZES | {"num_hidden_layers": layers}).trunk.aux_hidden_state_layer_ids == read
     assert HeadConfig.parse(made.model_dump(exclude_none=True)) == made

@@ -9,10 +9,11 @@ import torch
 
 from tests.support.circuit_checks import SMALL, build, check_growth_from_a_cp, check_growth_from_an_ff, joint
 from tests.support.enumeration import CIRCUITS, TREES, inner_regions
-from tests.support.heads_zoo import OPTIONS, D, V, hidden_states
+from tests.support.heads_zoo import OPTIONS, D, V, bind_target, hidden_states
 from vllm_mtpc.circuits import circuit_class
-from vllm_mtpc.heads.base import INIT_STD, STAY_PROBABILITY
+from vllm_mtpc.heads.head import STAY_PROBABILITY
 from vllm_mtpc.heads.init import init_from_head, init_from_lm_head
+from vllm_mtpc.heads.leaves.base import INIT_STD
 
 torch.set_num_threads(1)
 MIXTURES = [name for name in CIRCUITS if circuit_class(name).max_components > 1]
@@ -28,7 +29,7 @@ def test_hmm_and_btree_start_close_to_the_cp_with_the_same_leaves(name, n):
     """
     stay = (STAY_PROBABILITY - 0.01) ** (n - 1 if name == "hmm" else len(inner_regions(TREES[n])))
     cp, head = build("cp", 3, n=n, vocab=SMALL, std=1.0), build(name, 3, n=n, vocab=SMALL)
-    head.leaf_weight.copy_(cp.leaf_weight)
+    head.leaves.leaf_weight.copy_(cp.leaves.leaf_weight)
     head.root_weight.copy_(cp.root_weight)
 
     def start_distance() -> tuple[float, float]:
@@ -53,14 +54,16 @@ def test_position_i_starts_from_prediction_head_i_and_later_ones_from_the_last(b
     init_from_lm_head(head, weight, seed=0)
     for k in range(n):
         block = weight.view(blocks, V, D)[min(k, blocks - 1)]
-        noise = head.leaf_weight[k] - block
+        noise = head.leaves.leaf_weight[k] - block
         assert 0.5 < noise.std() / (INIT_STD * D**-0.5) < 1.5  # 224 draws: 5 % relative error
-    assert len({tuple(leaf.flatten().tolist()) for leaf in head.leaf_weight.flatten(0, 1)}) == 2 * n  # all differ
+    assert (
+        len({tuple(leaf.flatten().tolist()) for leaf in head.leaves.leaf_weight.flatten(0, 1)}) == 2 * n
+    )  # all differ
     again = build("cp", 2, "linear", n)
     init_from_lm_head(again, weight, seed=0)
-    assert torch.equal(again.leaf_weight, head.leaf_weight)
+    assert torch.equal(again.leaves.leaf_weight, head.leaves.leaf_weight)
     init_from_lm_head(again, weight, seed=1)
-    assert not torch.equal(again.leaf_weight, head.leaf_weight)
+    assert not torch.equal(again.leaves.leaf_weight, head.leaves.leaf_weight)
 
 
 # ---- from another head ----------------------------------------------------------------------------
@@ -100,14 +103,18 @@ def test_more_components_repeat_the_distribution(name, circuit, monkeypatch):
     torch.testing.assert_close(joint(head), joint(source), rtol=0, atol=2e-5)  # float32 rounding near -10
 
 
-def test_one_component_becomes_equal_ones_that_diverge():
-    source = build("ff", 1, "shared", vocab=SMALL, std=0.3)
-    head = build("btree", 4, "low rank", vocab=SMALL)
-    init_from_head(head, source)
+@pytest.mark.parametrize("of_one, of_several, ids", [("shared", "low rank", None), ("mlp", "mlp low rank", [0, 2])])
+@pytest.mark.parametrize("circuit", MIXTURES)
+def test_one_component_becomes_equal_ones_that_diverge(of_one, of_several, ids, circuit):
+    source = build("ff", 1, of_one, vocab=SMALL, std=0.3, ids=ids)
+    head = build(circuit, 4, of_several, vocab=SMALL, ids=ids and [0, 1])
+    assert ids is None or head.vocabulary.ids.tolist() != ids
+    init_from_head(head, source)  # takes the source's ids
+    bind_target(head, SMALL)
     torch.testing.assert_close(joint(head), joint(source), rtol=0, atol=1e-5)  # float32 rounding near -10
     head.requires_grad_(True)
     tokens = torch.zeros(1, head.circuit.window, dtype=torch.long)
-    (-head.circuit.log_prob(head(hidden_states(1)), tokens).mean()).backward()
-    head.requires_grad_(False).component_out.sub_(head.component_out.grad)
-    leaf = head(hidden_states(1)).leaf[0]
+    (-head.circuit.log_prob(head(hidden_states(1), tokens[:, 0]), tokens).mean()).backward()
+    head.requires_grad_(False).leaves.component_out.sub_(head.leaves.component_out.grad)
+    leaf = head(hidden_states(1), tokens[:, 0]).leaf[0]
     assert all(not torch.equal(leaf[:, 0], leaf[:, z]) for z in range(1, 4))

@@ -13,28 +13,30 @@ from tests.support.heads_zoo import D, V, build
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.errors import HeadConfigError
-from vllm_mtpc.heads.adapters import LoraDraftLayers
 from vllm_mtpc.heads.init import init_from_head
 from vllm_mtpc.heads.ptp.embedding import check_embedding
 from vllm_mtpc.heads.ptp.student import Student
+from vllm_mtpc.heads.trunk.lora import LoraDraftLayers
 from vllm_mtpc.hf import Target, load_target
 
 TARGET = {"hidden_size": 32, "vocab_size": 9, "num_hidden_layers": 8, "num_attention_heads": 4, "intermediate_size": 48}
-SIZES = {"circuit": "cp", "window": 4, "num_components": 2, "verifier": "../target", "component_rank": 3}
-MTP = {"drafter": {"method": "mtp"}}
-CONFIGS: list[tuple[str, dict[str, Any], list[str]]] = [
-    ("linear", {}, ["component_rank=3 is not an option of head 'linear'"]),
-    ("backbone", {"component_rank": 0}, ["num_components=2 needs component_rank"]),
-    ("backbone", {"backbone_layers": 6}, ["backbone_layers", "6", "5"]),
-    ("backbone", {"backbone_kv_heads": 3}, ["backbone_kv_heads=3 does not divide backbone_heads=4"]),
-    ("backbone", {"backbone_head_dim": 7}, ["backbone_head_dim=7", "even"]),
-    ("backbone", {"aux_hidden_state_layer_ids": [3, 2]}, ["[3, 2]", "rising numbers from 0 to 8"]),
-    ("backbone", {"aux_hidden_state_layer_ids": [9]}, ["[9]", "rising numbers from 0 to 8"]),
-    ("backbone", {"aux_hidden_state_layer_ids": []}, ["aux_hidden_state_layer_ids", "1 item"]),
-    ("backbone", {"lora_layers": 1}, ["lora_layers=1 with head 'backbone'", "set lora_layers to 0"]),
-    ("hosted", {}, ["heads 'hosted' and 'product' have one, others none"]),
-    ("hosted", {**MTP, "component_rank": 0}, ["needs component_rank"]),
-    ("hosted", {**MTP, "lora_layers": 2}, ["whose states are not the target's"]),
+SIZES = {"circuit": "cp", "window": 4, "num_components": 2, "verifier": "../target"}
+BACKBONE, LM_HEAD = {"kind": "backbone"}, {"kind": "lm_head"}
+CONFIGS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [  # trunk, leaves
+    ({"kind": "none"}, {"kind": "own", "component_rank": 3}, ["leaves: unknown key 'component_rank'", "token_rank"]),
+    ({"kind": "medusa"}, LM_HEAD, ["trunk='medusa'", "none, mlp, lora, backbone, drafter"]),
+    ({"kind": "none"}, {"kind": "shared"}, ["leaves='shared'", "own, lm_head"]),
+    ({"kind": "mlp", "layers": 3}, LM_HEAD, ["trunk: ", "layers", "3", "1 or 2"]),
+    ({"kind": "mlp", "width": 0}, LM_HEAD, ["width", "0"]),
+    ({"kind": "lora", "layers": 3}, LM_HEAD, ["layers", "3", "1, 2 or 4"]),
+    (BACKBONE, {**LM_HEAD, "component_rank": 0}, ["component_rank=0 and expander_rank=0", "set leaves.component_rank"]),
+    ({**BACKBONE, "layers": 6}, LM_HEAD, ["layers", "6", "5"]),
+    ({**BACKBONE, "kv_heads": 3}, LM_HEAD, ["kv_heads=3 does not divide heads=4"]),
+    ({**BACKBONE, "head_dim": 7}, LM_HEAD, ["head_dim", "7", "multiple of 2"]),
+    ({**BACKBONE, "aux_hidden_state_layer_ids": [3, 2]}, LM_HEAD, ["[3, 2]", "rising"]),
+    ({**BACKBONE, "aux_hidden_state_layer_ids": [9]}, LM_HEAD, ["[9]", "numbers from 0 to 8"]),
+    ({**BACKBONE, "aux_hidden_state_layer_ids": []}, LM_HEAD, ["aux_hidden_state_layer_ids", "1 item"]),
+    ({"kind": "drafter", "method": "medusa"}, LM_HEAD, ["medusa", "'mtp', 'eagle3', 'dflash' or 'dspark'"]),
 ]
 EMBEDDINGS: list[tuple[str, int | None, int | None, list[str]]] = [
     ("sawtooth", 32, None, ["'sawtooth'", "ieee, scalar"]),
@@ -46,16 +48,19 @@ EMBEDDINGS: list[tuple[str, int | None, int | None, list[str]]] = [
     ("arithmetic", 10**9, None, ["u_features=1000000000", "4096"]),
 ]
 SOURCES: list[tuple[tuple[Any, ...], tuple[Any, ...], list[str]]] = [  # circuit, r, head, n, V of a head and its source
-    (("cp", 2, "linear"), ("cp", 2, "shared"), ["class=LinearHead", "class=SharedHead"]),
+    (("cp", 2, "linear"), ("cp", 2, "shared"), ["leaves=own", "leaves=lm_head"]),
+    (("cp", 2, "mlp own"), ("cp", 2, "linear"), ["trunk=mlp", "trunk=none"]),
     (("cp", 3, "linear"), ("cp", 2, "linear"), ["num_components=3", "multiples of 2"]),
     (("cp", 2, "linear"), ("cp", 4, "linear"), ["num_components=2", "multiples of 4"]),
     (("cp", 2, "linear"), ("hmm", 2, "linear"), ["circuit=cp", "circuit=hmm", "allowed: hmm"]),
     (("btree", 2, "linear"), ("hmm", 2, "linear"), ["circuit=btree", "allowed: hmm"]),
-    (("cp", 2, "linear", 5), ("cp", 2, "linear", 4), [f"(5, {V}, {D})", f"(4, {V}, {D})"]),
-    (("cp", 2, "linear", 4, 5), ("cp", 2, "linear", 4), [f"(4, 5, {D})"]),
+    (("cp", 2, "linear", 5), ("cp", 2, "linear", 4), ["window=5", "window=4"]),
+    (("cp", 2, "linear", 4, 5), ("cp", 2, "linear", 4), ["vocab_size=5", f"vocab_size={V}"]),
 ]
 RANKS = [("shared", "expander_rank", 2), ("low rank", "component_rank", 2), ("low rank", "component_rank", 0)]
-UNBOUND = [("shared", (3, D), ["bind_lm_head"]), ("backbone", (3, 5, D), ["bind_lm_head"])]
+ONE = torch.zeros(1, dtype=torch.long)
+UNBOUND = [("shared", (1, D), ["bind_lm_head"]), ("backbone", (1, 5, D), ["bind_lm_head"])]
+UNBOUND.append(("mlp own", (1, D), ["bind_embedding"]))
 TARGETS: list[tuple[str, dict[str, Any], Any, list[str]]] = [  # what is built on a target
     ("llama", {"num_hidden_layers": 2}, lambda target: LoraDraftLayers(target, 2), ["2 layers", "lower lora_layers"]),
     ("gpt2", {}, lambda target: LoraDraftLayers(target, 1), ["GPT2Model", "lora_layers to 0"]),
@@ -74,12 +79,17 @@ def start(rank: str, name: str, size: int) -> None:
 
 
 REFUSED = [
-    *((lambda head=h, o=o: HeadConfig.create(**SIZES | o, target=TARGET, head=head), w) for h, o, w in CONFIGS),
+    *((lambda t=t, o=o: HeadConfig.create(**SIZES, target=TARGET, trunk=t, leaves=o), w) for t, o, w in CONFIGS),
+    (lambda: HeadConfig.create(**SIZES, target=TARGET, draft_vocab_size=9), ["draft_vocab_size=9 with vocab_size=9"]),
     *((lambda given=given: check_embedding(*given), words) for *given, words in EMBEDDINGS),
     *((lambda a=a, b=b: init_from_head(sized(*a), sized(*b)), words) for a, b, words in SOURCES),
     *((lambda o=o, n=n, k=k: start(o, n, k), [f"{o}=1", f"{o}={k}"]) for n, o, k in RANKS),
-    *((lambda n=n, s=s: build(n, bind=False)(torch.zeros(s)), words) for n, s, words in UNBOUND),
-    (lambda: build("backbone", bind=False).queries(torch.zeros(1, dtype=torch.long)), ["bind_embedding"]),
+    *((lambda n=n, s=s: build(n, bind=False)(torch.zeros(s), ONE), words) for n, s, words in UNBOUND),
+    (lambda: build("backbone", bind=False).trunk.queries(ONE), ["bind_embedding"]),
+    (
+        lambda: init_from_head(build("mlp", ids=[0, 1]), build("mlp")),
+        ["draft_vocab_size=2", f"draft_vocab_size={V}", "set that"],
+    ),
 ]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.support.byte_llama_reference import make_byte_target
-from vllm_mtpc.heads.adapters import LoraDraftLayers
+from vllm_mtpc.heads.trunk.lora import LoraDraftLayers
 from vllm_mtpc.hf import Session, Target, load_target
 
 CLOSE = {"rtol": 1e-4, "atol": 2e-4}  # float32, products in another order

@@ -119,21 +119,22 @@ def last_of(ranks: int, vocab: int) -> Shard:
 def draft(
     noise, name, sizes, drafts=None, dtype=HALF, draw=True, use_fp64=False, ranks=1, token_rank=0, low=0, masked=False
 ) -> None:
-    """The draft kernel on two requests of sizes n, r, V; leaf, cache and bigram have a dtype; on the last rank.
+    """The draft kernel on two requests of sizes n, r, V (and Vd); leaf, cache and bigram have a dtype; last rank.
 
     low: rank of the components' differences; the leaves then begin with x_1.
     """
-    n, r, vocab = sizes
+    n, r, vocab, *columns = sizes
     drafts = drafts or n - 1
     circuit = get_circuit(name, n, r)
     shard = last_of(ranks, vocab) if ranks > 1 else None
-    drafter = CircuitDrafter(circuit.program, r, vocab, META, noise, use_fp64, shard=shard)
-    width = shard.rows if shard else vocab
+    ids = empty(*columns, dtype=LONG) if columns else None
+    drafter = CircuitDrafter(circuit.program, r, vocab, META, noise, use_fp64, shard=shard, ids=ids)
+    width = shard.rows if shard else min(sizes[2:])
     leaf = empty(2, drafts + bool(low), 1 if low else r, width, dtype=dtype)
     differences = LowRank(empty(2, 1 + drafts, r, low, dtype=dtype), empty(1 + drafts, low, width, dtype=dtype))
     bigram = None
     if token_rank:
-        bigram = Bigram(empty(vocab, token_rank, dtype=dtype), empty(n - 1, token_rank, vocab, dtype=dtype))
+        bigram = Bigram(empty(vocab, token_rank, dtype=dtype), empty(n - 1, token_rank, min(sizes[2:]), dtype=dtype))
     drafter(
         None if low else empty(2, r, dtype=WHOLE),
         leaf,
@@ -246,6 +247,9 @@ def served() -> Iterator[tuple[str, Callable[[], Any]]]:
         for name in CIRCUITS:
             yield f"training {name} n={n} r={r}", partial(filters, name, n, 1 if name == "ff" else r)
     yield "128 components", partial(draft, noise, last, (16, 128, 320))
+    for r, name in ((1, "ff"), (8, last)):  # one launch, and blocks
+        drafter = partial(draft, noise, name, (8, r, 49_152, 8192), token_rank=64, masked=True)
+        yield f"8192 of 49152 tokens, r={r}", drafter
     yield "128 components, circuit alone", partial(filters, last, 16, 128, is_trained=False)
     yield "training bfloat16", partial(filters, last, 8, 8, HALF)
     for vocab in (257, 320, 128_256, 151_936):
@@ -272,6 +276,7 @@ QUICK = (
     *("Qwen btree, token 64, float32", "Qwen btree, token 64, float64", "Qwen btree, token 64, 2 ranks"),
     *("128 components", "128 components, circuit alone", "demo btree, masked", "Qwen btree, 8 ranks, masked"),
     *("Qwen btree, low rank 64, float64", "Qwen btree, low rank 16, float32, token 32"),
+    *("8192 of 49152 tokens, r=1", "8192 of 49152 tokens, r=8"),
     *("EvaByte B=64, float32", "training btree n=16 r=32", "training bfloat16", "PTP V=128256", "rows"),
 )
 

@@ -44,6 +44,12 @@ class Case:
     use_fp64: bool = False
     shard: Shard | None = None  # params are those of a rank
     allowed: Tensor | None = None  # [B, K, words] int32, masks of tokens
+    ids: Tensor | None = None  # [Vd], tokens of a leaf's columns
+    num_tokens: int | None = None  # V, where it is not the number of columns
+
+    @property
+    def vocab_size(self) -> int:
+        return self.num_tokens or (self.shard.vocab_size if self.shard else self.params[1].shape[3])
 
 
 def case(name, n, r, vocab, batch, drafts, scale=2.0, token_rank=0, dtype=torch.float32, **options) -> Case:
@@ -120,7 +126,7 @@ def rounded(dtype: torch.dtype) -> Case:
 def masked(base: Case) -> Case:
     """Half of the tokens are forbidden at random, and all but one at the second draft of the first request."""
     generator, (*_, leaf, root) = torch.Generator().manual_seed(5), base.params[:3]
-    vocab_size = base.shard.vocab_size if base.shard else leaf.shape[3]
+    vocab_size = base.vocab_size
     drafts, words = leaf.shape[1] - (base.params[0] is None), -(-vocab_size // 32)
     allowed = torch.randint(-(2**31), 2**31, (len(root), drafts, words), dtype=torch.int32, generator=generator)
     allowed[0, 1] = 0
@@ -161,6 +167,39 @@ def with_first(base: Case, rank: int = 0, dtype: torch.dtype = torch.float32) ->
     if base.shard is not None:  # it is exchanged before
         evidence, given, low = base.params[0], given[:, 1:], low and low.positions(1)
     return replace(base, params=(evidence, given, *others, low), one_launch=False)
+
+
+def with_ids(base: Case) -> Case:
+    """The columns are those of one in four tokens at random, the fourth at every eighth, as `masked` allows one."""
+    _, leaf, _, _, _, bigram, *_ = base.params
+    generator, vocab_size = torch.Generator().manual_seed(3), 4 * leaf.shape[3] + 3
+    ids = 4 * torch.arange(leaf.shape[3]) + torch.randint(4, (leaf.shape[3],), generator=generator)
+    ids[::8] = torch.arange(3, vocab_size - 3, 32)
+    first = torch.randint(vocab_size, (len(leaf),), generator=generator)
+    if bigram is not None:
+        source = torch.randn(vocab_size, bigram.source.shape[1], generator=generator) / bigram.source.shape[1] ** 0.5
+        bigram = bigram._replace(source=source.to(bigram.source.dtype))
+    return replace(base, params=(*base.params[:4], first, bigram, *base.params[6:]), ids=ids, num_tokens=vocab_size)
+
+
+def with_components(base: Case) -> Case:
+    """Components of low rank after the evidence of x_1, as a draft vocabulary has them."""
+    made, drafts = with_first(base, 16), base.params[1].shape[1]
+    _, given, *others, low = made.params
+    return replace(made, params=(base.params[0], given[:, 1 : drafts + 1], *others, low.positions(1)))
+
+
+def spread(x: Tensor, asked: Case, fill: float) -> Tensor:
+    """Return columns [..., Vd] as [..., V], `fill` elsewhere."""
+    return x if asked.ids is None else x.new_full((*x.shape[:-1], asked.vocab_size), fill).index_copy(-1, asked.ids, x)
+
+
+def whole(asked: Case) -> Case:
+    """The same circuit over all V tokens, of which those without a column have no mass."""
+    evidence, leaf, *others, bigram, low = (*asked.params, None)[:7]
+    bigram = bigram and bigram._replace(target=spread(bigram.target, asked, 0.0))
+    low = low and LowRank(low.low, spread(low.out, asked, 0.0))
+    return replace(asked, params=(evidence, spread(leaf, asked, -INF), *others, bigram, low), ids=None)
 
 
 def on_both_paths(name: str, base: Case) -> dict[str, Case]:
@@ -214,7 +253,17 @@ CASES: dict[str, Case] = {
     "components, bfloat16": with_first(rounded(torch.bfloat16), 67, torch.bfloat16),
     "components, tokens": with_first(case("cp", 5, 32, 320, 3, 4, token_rank=20), 16),
     "components, a rank": with_first(with_rank(case("btree", 8, 7, 300, 3, 4)), 16),
+    "several blocks, all ids": replace(BLOCKS, ids=torch.arange(700), one_launch=True),
+    "several blocks, blocks, all ids": replace(BLOCKS, ids=torch.arange(700), one_launch=False),
 }
+# columns of some tokens, and what they are of all
+IDS: dict[str, Case] = {
+    **on_both_paths("ids", masked(with_ids(case("btree", 8, 7, 160, 3, 4)))),
+    **on_both_paths("ids, token", masked(with_ids(case("cp", 5, 7, 63, 5, 4, token_rank=20, use_fp64=True)))),
+    **on_both_paths("ids, padded", with_ids(padded(token_rank=4))),
+    "ids, components": masked(with_ids(with_components(case("hmm", 8, 7, 160, 3, 4, token_rank=20)))),
+}
+CASES |= IDS | {f"{name}, whole": whole(asked) for name, asked in IDS.items()}
 
 
 @triton.jit
@@ -246,9 +295,9 @@ def _draft(case: Case, device: str) -> Drafts:
     from vllm_mtpc.kernels.draft.kernel import CircuitDrafter
 
     evidence, leaf, root, *_ = case.params
-    num_drafts, vocab_size = leaf.shape[1] - (evidence is None), leaf.shape[3]
-    vocab_size = case.shard.vocab_size if case.shard else vocab_size
-    options = (noised_argmax, case.use_fp64, case.one_launch, case.shard)
+    num_drafts, vocab_size = leaf.shape[1] - (evidence is None), case.vocab_size
+    ids = moved(case.ids, device)
+    options = (noised_argmax, case.use_fp64, case.one_launch, case.shard, ids)
     drafter = CircuitDrafter(case.program, root.shape[1], vocab_size, torch.device(device), *options)
     tokens = torch.full((len(root), num_drafts + 2), POISON, device=device)[:, :num_drafts]
     confidences = torch.full((len(root), num_drafts + 1), float("nan"), device=device)[:, :num_drafts]
@@ -281,12 +330,13 @@ def conditionals(asked: Case, tokens: Tensor, dtype: torch.dtype = torch.float32
     found = []
 
     def follow(log_q: Tensor, k: int) -> Tensor:
+        log_q = spread(log_q, asked, -INF)
         if asked.allowed is not None:
             log_q = log_q.masked_fill(~bits(asked.allowed[:, k], log_q.shape[1]), -INF)
         found.append(log_q)
-        return tokens[:, k]
+        return tokens[:, k] if asked.ids is None else torch.searchsorted(asked.ids, tokens[:, k].contiguous())
 
-    naive.draft(asked.program, *asked.params, pick=follow, dtype=dtype, shard=asked.shard)
+    naive.draft(asked.program, *asked.params, pick=follow, dtype=dtype, shard=asked.shard, ids=asked.ids)
     return torch.stack(found, dim=1)
 
 
@@ -318,9 +368,11 @@ def test_conditionals_and_confidences(name: str, drafts: dict[str, Drafts]) -> N
         torch.testing.assert_close(got.confidences[:, k], confidence, atol=CONFIDENCE, rtol=0)
     if got.cache is not None:
         cached = got.cache[asked.slots[rows], : wanted.shape[1]]
+        if asked.ids is not None:
+            wanted = spread(wanted[..., asked.ids], asked, torch.nan)  # no other token is written
         # a half precision's last place: Triton's interpreter truncates to bfloat16 where a GPU rounds
         rtol = 1e-6 if asked.cache_dtype == torch.float32 else torch.finfo(asked.cache_dtype).eps
-        torch.testing.assert_close(cached.float(), wanted[rows], atol=LOG_Q, rtol=rtol)
+        torch.testing.assert_close(cached.float(), wanted[rows], atol=LOG_Q, rtol=rtol, equal_nan=True)
         # no other slot is written
         assert got.cache[:, wanted.shape[1] :].isnan().all()
         others = torch.ones(len(got.cache), dtype=torch.bool)
@@ -357,6 +409,31 @@ def test_both_paths_draft_the_same(drafts: dict[str, Drafts]) -> None:
     assert torch.equal(one.tokens, several.tokens)
     torch.testing.assert_close(one.cache, several.cache, atol=LOG_Q, rtol=1e-6, equal_nan=True)
     torch.testing.assert_close(one.confidences, several.confidences, atol=CONFIDENCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", list(IDS))
+def test_draft_vocabulary_drafts_as_all_tokens_do(name: str, drafts: dict[str, Drafts]) -> None:
+    """The noise is that of the target's tokens: sums in another order change log q, and no token here."""
+    ids, own, over_all = IDS[name].ids, drafts[name], drafts[f"{name}, whole"]
+    assert torch.equal(own.tokens, over_all.tokens)
+    torch.testing.assert_close(own.cache[..., ids], over_all.cache[..., ids], atol=LOG_Q, rtol=1e-6, equal_nan=True)
+    torch.testing.assert_close(own.confidences, over_all.confidences, atol=CONFIDENCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["several blocks", "several blocks, blocks"])
+def test_draft_vocabulary_of_all_tokens_changes_no_bit(name: str, drafts: dict[str, Drafts]) -> None:
+    own, over_all = drafts[f"{name}, all ids"], drafts[name]
+    assert torch.equal(own.tokens, over_all.tokens) and torch.equal(own.confidences, over_all.confidences)
+    assert torch.equal(own.cache.nan_to_num(7.0), over_all.cache.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("name", ["ids", "ids, token"])
+def test_fault_of_noise_keyed_by_column_is_found(name: str, drafts: dict[str, Drafts]) -> None:
+    asked, got = CASES[name], drafts[name]
+    distribution = scored(asked, got)
+    values = noised(asked, distribution)
+    injected = asked.ids[noised(asked, distribution[..., asked.ids]).argmax(dim=2)]
+    assert (values.gather(2, injected[..., None])[..., 0] < values.amax(dim=2) - NOISED).any()
 
 
 def test_confidence_equals_its_definition() -> None:

@@ -156,7 +156,7 @@ def test_head_reads_states_of_draft_layers_on_v2(tmp_path: Path, name: str, bloc
     reference, prompts = model.reference, [text[:70] for text in model.texts[:2]]
     layers = random_layers(tmp_path / "target", 1)
     adapted = SimpleNamespace(hidden=lambda text: layers.draft(layers.trunk(torch.tensor([text])))[0].detach())
-    fit_head(tmp_path / "head", reference, model.sizes, prompts, COUNT // 2, adapted, layers)
+    fit_head(tmp_path / "head", reference, model.sizes, prompts, COUNT // 2, adapted, layers.adapters)
     arguments = {"max_model_len": 128, "max_num_batched_tokens": 24, "enable_chunked_prefill": True}
     # a draft in every step: a plan by the clock may choose none
     head = {"method": "mtpc", "model": str(tmp_path / "head"), "num_speculative_tokens_per_batch_size": "off"}

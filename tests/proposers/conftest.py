@@ -12,15 +12,22 @@ import pytest
 from tests.support.configs import engine_config, write_head
 from tests.support.models import make_ptp_head, make_target
 
-BACKBONE = {"head": "backbone", "component_rank": 2, "backbone_layers": 1, "backbone_kv_heads": 2}
+LM_HEAD = {"kind": "lm_head", "component_rank": 2}
+BACKBONE = {"trunk": {"kind": "backbone", "layers": 1, "kv_heads": 2}, "leaves": LM_HEAD}
 HEADS: dict[str, dict[str, Any]] = {  # settings of write_head: btree, window 5, 3 components
     "head": {},
-    "shared": {"head": "shared"},
-    "layered": {"circuit": "ff", "window": 4, "num_components": 1, "lora_layers": 1},
+    "shared": {"leaves": {"kind": "lm_head"}},
+    "mlp": {"trunk": {"kind": "mlp"}},
+    "layered": {
+        "circuit": "ff",
+        "window": 4,
+        "num_components": 1,
+        "trunk": {"kind": "lora", "layers": 1, "rank": 4, "alpha": 8.0},
+    },
     "backbone": BACKBONE,
-    "hosted": {"head": "hosted", "component_rank": 2, "drafter": {"method": "mtp"}},
-    "lost": {"head": "hosted", "component_rank": 2, "drafter": {"method": "eagle3", "model": "../nothing"}},
-    "uneven": BACKBONE | {"backbone_heads": 3, "backbone_kv_heads": 1},
+    "hosted": {"trunk": {"kind": "drafter"}, "leaves": LM_HEAD},
+    "lost": {"trunk": {"kind": "drafter", "method": "eagle3", "model": "../nothing"}, "leaves": LM_HEAD},
+    "uneven": BACKBONE | {"trunk": {"kind": "backbone", "layers": 1, "heads": 3, "kv_heads": 1}},
 }
 
 
@@ -47,7 +54,9 @@ def place(made: Path, tmp_path: Path) -> Path:
 
 
 def rewrite(file: Path, **changes: Any) -> None:
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    values = json.loads(file.read_text())
+    merged = {name: values[name] | value for name, value in changes.items() if isinstance(value, dict)}
+    file.write_text(json.dumps(values | changes | merged))
 
 
 def set_runner(monkeypatch: pytest.MonkeyPatch, version: int) -> None:

@@ -106,34 +106,37 @@ ENGINES = [
          '{"method": "mtp", "num_speculative_tokens": 1}', target=MIMO),
     Case("full attention .. MtPC", "o-ptp", target=SLIDING),
     Case("(MLA) .. use an MtPC head", "o-ptp", targets={"use_mla": True}),
-    Case("is GemmaForCausalLM .. LlamaForCausalLM .. lora_layers 0", "layered", target=GEMMA),
+    Case("is GemmaForCausalLM .. LlamaForCausalLM .. another trunk", "layered", target=GEMMA),
     Case("a target with 2 layers .. has 3", "layered", target={"num_hidden_layers": 3}),
-    Case("compresses keys and values (MLA) .. use a head of another kind", "backbone", targets={"use_mla": True}),
-    Case("several positions per token .. use a head of another kind", "backbone", targets={"uses_mrope": True}),
+    Case("compresses keys and values (MLA) .. use a head with another trunk", "backbone", targets={"use_mla": True}),
+    Case("several positions per token .. use a head with another trunk", "backbone", targets={"uses_mrope": True}),
     Case("does not return its layers' states", "backbone", target=BLOOM),
-    Case("reads drafter mtp of the target, which vLLM .. refuses .. use a head of another kind", "hosted", runner=2),
+    Case("reads drafter mtp of the target, which vLLM .. refuses .. use a head with another trunk", "hosted", runner=2),
     Case("drafter: no folder .. nothing; copy the checkpoint there, or correct model", "lost", runner=2),
     Case("reads layer 2: allowed: 0 to 1 of", "backbone", target={"num_hidden_layers": 1},
-         config={"aux_hidden_state_layer_ids": [0, 2]}),
+         config={"trunk": {"aux_hidden_state_layer_ids": [0, 2]}}),
     # the engine
-    Case("lora_layers=1 on Model Runner V1: allowed: Model Runner V2", "layered", runner=1),
-    Case("kind 'backbone' on Model Runner V1: allowed: Model Runner V2", "backbone", runner=1),
+    Case("trunk 'lora' on Model Runner V1: allowed: Model Runner V2", "layered", runner=1),
+    Case("trunk 'backbone' on Model Runner V1: allowed: Model Runner V2", "backbone", runner=1),
     Case("head_dtype=bfloat16: allowed: 'auto'; remove", "backbone", {"head_dtype": "bfloat16"}),
-    Case("backbone_heads=3, with tensor_parallel_size=2: allowed: a divisor", "uneven",
+    Case("trunk.heads=3, with tensor_parallel_size=2: allowed: a divisor", "uneven",
          engine={"tensor_parallel_size": 2}),
     Case("Model Runner V1: allowed: Model Runner V2 .. type scripts/v2_on_cpu.sh vllm serve", "o-ptp", runner=1),
     Case("backend='lm-format-enforcer' .. allowed: auto, xgrammar",
          given={"structured_outputs_config.backend": "lm-format-enforcer"}),
     Case("max_model_len 'auto'", "o-ptp", engine={"max_model_len": -1}),
     Case("data_parallel_size on a mixture of experts", "o-ptp", engine={"data_parallel_size": 2}, target=MIXTRAL),
-    Case("enable_lora with a head of kind 'shared': allowed: heads of kind 'linear'", "shared",
+    Case("enable_lora with leaves 'lm_head': allowed: leaves 'own'", "shared", engine={"enable_lora": True}),
+    Case("enable_lora with trunk 'mlp', which reads the target's embeddings: allowed: trunk 'none'", "mlp",
          engine={"enable_lora": True}),
-    Case("lora_layers=1 and enable_lora", "layered", engine={"enable_lora": True}, runner=2),
-    Case("lora_layers=1 and decode_context_parallel_size", "layered", target={"num_key_value_heads": 1},
+    Case("pipeline_parallel_size=2 with trunk 'mlp' .. use tensor_parallel_size", "mlp",
+         given={STAGES: 2, ASYNC: True}, runner=2),
+    Case("trunk 'lora' and enable_lora", "layered", engine={"enable_lora": True}, runner=2),
+    Case("trunk 'lora' and decode_context_parallel_size", "layered", target={"num_key_value_heads": 1},
          engine={"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, runner=2),
-    Case("lora_layers=1 and a KV connector that works layer by layer: .. drop", "layered",
+    Case("trunk 'lora' and a KV connector that works layer by layer: .. drop", "layered",
          engine={"kv_transfer_config": connector(is_layerwise=True)}, runner=2),
-    *[Case(f"lora_layers=1 and {path.rpartition('.')[2]}", "layered", given={path: value, ASYNC: True}, runner=2,
+    *[Case(f"trunk 'lora' and {path.rpartition('.')[2]}", "layered", given={path: value, ASYNC: True}, runner=2,
            engine={"kv_transfer_config": connector(is_layerwise=False)})
       for path, value in ((STAGES, 2), ("parallel_config.enable_dbo", True))],
     Case("allowed: Model Runner V2 with asynchronous scheduling; drop --no-async-scheduling",
@@ -290,16 +293,17 @@ def config(path: str, value: Any, *words: str) -> tuple[Change, list[str]]:
 
 
 UNREADABLE = "not a readable safetensors file"
-LARGEST = {"window": 256, "num_components": 128, "vocab_size": 2**22, "hidden_size": 2**17}
+LARGEST = {"window": 256, "circuit.num_components": 128, "vocab_size": 2**22, "hidden_size": 2**17}
 MTPC = [
     (tensors(WEIGHTS, {"inner_bias": None}), ["missing: inner_bias"]),
-    (tensors(WEIGHTS, {"extra\n\x1b[2J": torch.zeros(2)}), ["extra \\x1b[2J", "inner_bias, inner_weight, leaf_weight"]),
+    (tensors(WEIGHTS, {"extra\n\x1b[2J": torch.zeros(2)}),
+     ["extra \\x1b[2J", "inner_bias, inner_weight, leaves.leaf_weight"]),
     (tensors(WEIGHTS, {f"extra.{k}": torch.zeros(1) for k in range(8000)}), ["unknown tensor(s): extra.0"]),
-    (tensors(WEIGHTS, {"leaf_weight": NAN}), ["'leaf_weight'", "NaN or infinity"]),
+    (tensors(WEIGHTS, {"leaves.leaf_weight": NAN}), ["'leaves.leaf_weight'", "NaN or infinity"]),
     *((tensors(WEIGHTS, {"root_weight": torch.zeros(shape)}), [str(shape), "(2, 4)"]) for shape in ((2, 5), (8,))),
     *((tensors(WEIGHTS, {"root_weight": torch.zeros(2, 4).to(dtype)}), [str(dtype), "float16, bfloat16, float32"])
       for dtype in (torch.int32, torch.float8_e4m3fn)),
-    (edit(CONFIG, LARGEST), ["4194304"]),  # by shape, without allocating it
+    (edit(CONFIG, LARGEST), ["131072"]),  # by shape, without allocating it
     (rename(WEIGHTS, "model@900.pt"), ["model@900.pt", "never loaded", WEIGHTS]),
     (unlink(WEIGHTS), [f"has no {WEIGHTS}"]),
     *((write(WEIGHTS, slice(end)), [UNREADABLE]) for end in (0, 9, -1)),
@@ -315,9 +319,9 @@ MTPC = [
     # values of config.json
     config("window", 1, "'window' = 1", "2"),
     config("vocab_size", 10**18, "vocab_size", "4194304"),
-    config("format_version", 7, "format_version = 7", "allowed: 2; install the vllm_mtpc"),
+    config("format_version", 7, "format_version = 7", "allowed: 3; install the vllm_mtpc"),
     config("speculators_model_type", ..., "not a head's config"),
-    config("x1_from", ..., "'x1_from' is missing"),
+    config("window", ..., "'window' is missing"),
     config("windw", 8, "unknown key 'windw'; allowed keys: architectures"),
     config(f"{METHODS}.0.windw", 8, "unknown key", "allowed keys: proposal_type, speculative_tokens; remove it"),
     config(f"{LAYER}.model_type", ["llama"], "model_type' = ['llama']", "string"),
@@ -326,13 +330,13 @@ MTPC = [
     config(METHODS, [], METHODS, "[]", "1"),
     config(f"{METHODS}.0.speculative_tokens", 4, "speculative_tokens=4 with window=4", "at most 3"),
     config(VERIFIER, "a\0b", "name_or_path", "should match pattern"),
-    config("circuit", "spn", "'spn'", "ff, cp, hmm, btree"),
-    config("circuit", "ff", "num_components=2"),
-    config("head", "shared", "'shared'", "needs expander_rank", "expander_rank=64"),
-    config("head", "hosted", "'hosted'"),
-    config("expander_rank", 4, "expander_rank=4", "'linear'", "remove expander_rank"),
-    config("lora_layers", 3, "lora_layers", "3", "0, 1, 2 or 4"),
-    config("drafter", {"method": "mtp"}, "drafter=", "head 'linear'", "remove it"),
+    config("circuit.kind", "spn", "'spn'", "ff, cp, hmm, btree"),
+    config("circuit.kind", "ff", "num_components=2"),
+    config("trunk.kind", "tree", "trunk='tree'", "none, mlp, lora, backbone, drafter"),
+    config("leaves", 3, "leaves: a section with a kind is expected"),
+    config("leaves.expander_rank", 4, "leaves: ", "unknown key", "'expander_rank'"),
+    config("trunk", {"kind": "lora", "layers": 3, "rank": 2, "alpha": 2.0}, "trunk: ", "'layers' = 3", "1, 2 or 4"),
+    config("draft_vocab_size", 10**7, "draft_vocab_size"),
 ]  # fmt: skip
 ADAPTERS = [  # of draft layers and of a PTP head
     *((unlink(name), [f"has no {name}"]) for name in ADAPTER_FILES),
@@ -392,7 +396,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_bad_head_is_refused(
     tmp_path: Path, saved: Path, kind: str, change: Change, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_mtpc.heads.linear.LinearHead.load_state_dict", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr("vllm_mtpc.heads.head.Head.load_state_dict", lambda *_, **__: pytest.fail("loaded"))
     folder = Path(shutil.copytree(saved / kind, tmp_path / "head"))
     change(folder)
     text = head_refusal(folder, kind)

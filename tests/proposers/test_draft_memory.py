@@ -19,12 +19,16 @@ SCHEDULE = [(1, 2, 4), (3, 12, 1), (13, 13, 0)]
 BATCH, VOCAB, DRAFTS = 24, 96, 4
 HEADS: dict[str, dict[str, Any]] = {
     "linear": {},
-    "linear, tokens": {"token_rank": 4},
-    "shared": {"head": "shared"},
-    "shared, cp": {"head": "shared", "circuit": "cp"},
-    "low rank": {"head": "shared", "component_rank": 4},
-    "low rank, tokens": {"head": "shared", "component_rank": 4, "token_rank": 5},
-    "many components": {"head": "shared", "num_components": 128},
+    "linear, tokens": {"leaves": {"token_rank": 4}},
+    "shared": {"leaves": {"kind": "lm_head"}},
+    "shared, cp": {"leaves": {"kind": "lm_head"}, "circuit": "cp"},
+    "low rank": {"leaves": {"kind": "lm_head", "component_rank": 4}},
+    "low rank, tokens": {"leaves": {"kind": "lm_head", "component_rank": 4, "token_rank": 5}},
+    "many components": {"leaves": {"kind": "lm_head"}, "num_components": 128},
+    "few ids, tokens": {"ids": list(range(1, 96, 2)), "leaves": {"token_rank": 4}},
+    "few ids, low rank": {"ids": list(range(0, 96, 3)), "leaves": {"kind": "lm_head", "component_rank": 4}},
+    "mlp": {"trunk": {"kind": "mlp"}},
+    "mlp, low rank": {"trunk": {"kind": "mlp"}, "leaves": {"kind": "lm_head", "component_rank": 4}},
 }
 CASES = {
     "off": ("off", 1 << 30),
@@ -67,9 +71,11 @@ def test_profile_run_drafts_one_chunk_for_the_largest_batch(found: dict[str, Any
         assert of_case["scheduled"] == [(12, 1)]  # 12 requests of two positions are more than 2 of five
         ((rows, drafts),) = of_case["in chunks"]
         r = HEADS[name].get("num_components", 3)
-        base = HEADS[name].get("component_rank") is not None
+        has_base = "component_rank" in HEADS[name].get("leaves", {})
+        has_first = "trunk" not in HEADS[name]  # without x_1 in its states
         # logits of a row, those of x_1 in float32, and the common part of all components
-        row_bytes = 4 * (r * VOCAB * 2 + r * VOCAB * drafts + base * VOCAB * (1 + drafts))
+        columns = len(HEADS[name].get("ids", range(VOCAB)))
+        row_bytes = 4 * columns * (r * 2 * has_first + r * drafts + has_base * (has_first + drafts))
         assert drafts == DRAFTS and rows == max(1, (1 << 16) // row_bytes) < BATCH
 
 
@@ -86,7 +92,8 @@ def draft_on_every_path(places: dict[str, Path]) -> dict[tuple[str, str], list[A
 
 
 def test_kernel_drafts_the_same_in_chunks_and_blocks(places: dict[str, Path]) -> None:
-    names = ["shared", "linear, tokens", "low rank", "low rank, tokens", "many components"]
+    names = ["shared", "linear, tokens", "low rank", "low rank, tokens", "many components", "mlp, low rank"]
+    names += ["few ids, tokens", "few ids, low rank"]
     given = {name: places[name] for name in names}
     drafts = forks.call("v2", "tests.proposers.test_draft_memory:draft_on_every_path", given)
     for name, path in drafts:

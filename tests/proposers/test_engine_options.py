@@ -123,7 +123,7 @@ def test_backbone_reserves_slots_for_its_queries(place: Path, monkeypatch: pytes
 def test_head_folder_serves_its_target(place: Path) -> None:
     made = engine_config(place / "head", None)
     assert made.model_config.model == made.model_config.tokenizer == str((place / "target").resolve())
-    assert made.speculative_config.head.circuit == "btree" and made.speculative_config.num_speculative_tokens == 4
+    assert made.speculative_config.head.circuit.kind == "btree" and made.speculative_config.num_speculative_tokens == 4
     spec = engine_config(place / "head", {"num_speculative_tokens": 2, "draft_sample_method": "greedy"})
     assert spec.speculative_config.num_speculative_tokens == 2
     assert spec.speculative_config.draft_sample_method == "greedy"

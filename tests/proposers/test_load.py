@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
@@ -24,7 +25,8 @@ from tests.support.configs import engine_config
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint import load_head, save_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
-from vllm_mtpc.heads import build_head
+from vllm_mtpc.errors import CheckpointError
+from vllm_mtpc.heads.head import Head, build_head
 from vllm_mtpc.proposers.v2.hosted import SPECULATORS, hosted_class
 from vllm_mtpc.proposers.worker.load import load_served_head
 
@@ -34,6 +36,7 @@ FIRST = torch.tensor([6, 0, 3])
 HEADS: dict[str, dict[str, Any]] = {
     "head": {"method": "mtpc"},
     "shared": {"method": "mtpc"},
+    "mlp": {"method": "mtpc"},
     "layered": {"method": "mtpc"},
     "o-ptp": {"method": "ptp", "draft_pass": "two-pass"},
     "late": {"method": "ptp", "draft_pass": "merged"},
@@ -66,12 +69,62 @@ class FakeTarget(nn.Module):
         return nn.functional.pad(self.lm_head(states), (0, 5), value=1e4)  # would win every draft
 
 
-def save(folder: Path, head: str) -> Path:
+def save(folder: Path) -> Path:
     target = {"hidden_size": D, "vocab_size": V}
-    config = HeadConfig.create(circuit="cp", window=4, num_components=2, target=target, verifier="x", head=head)
+    config = HeadConfig.create(circuit="cp", window=4, num_components=2, target=target, verifier="x")
     torch.manual_seed(1)
     save_head(folder, config, build_head(config), {}, "card", torch.float32)
     return folder
+
+
+def save_vocabulary(folder: Path, ids: list[int], **given: Any) -> tuple[HeadConfig, Head]:
+    target, ranks = {"hidden_size": D, "vocab_size": V}, {"kind": "lm_head", "expander_rank": 4, **given}
+    sizes = {"circuit": "cp", "window": 4, "num_components": 2, "draft_vocab_size": len(ids), "leaves": ranks}
+    config = HeadConfig.create(**sizes, target=target, verifier="x")
+    torch.manual_seed(1)
+    head = build_head(config)
+    head.set_vocabulary(torch.tensor(ids))
+    save_head(folder, config, head, {}, "card", torch.float32)
+    return config, head
+
+
+class CappedTarget(FakeTarget):
+    def compute_logits(self, states: torch.Tensor) -> torch.Tensor:
+        return super().compute_logits(states).div(0.3).tanh()
+
+
+@pytest.mark.parametrize("kind", [FakeTarget, CappedTarget])
+def test_draft_vocabulary_reads_the_logits_of_its_ids(tmp_path: Path, kind: type[FakeTarget]) -> None:
+    """By rows of the lm_head where nothing follows the product; x_1 = 0 is outside and gives no evidence."""
+    ids, target, hidden = torch.tensor([1, 3, 6]), kind(torch.float32), torch.randn(3, D)
+    _, plain = save_vocabulary(tmp_path, ids.tolist())
+    head = load_served_head(str(tmp_path), torch.float32, CPU, target, torch.float32, "auto", 2)
+    target.seen.clear()
+    params = head.draft_params(hidden, FIRST, 2)
+    assert bool(target.seen) == (kind is CappedTarget)
+    plain.leaves.bind_lm_head(lambda states: target.compute_logits(states)[..., ids])
+    wanted = plain.draft_params(hidden, FIRST, 2)
+    # float32 sums in another order
+    torch.testing.assert_close(params.leaf, wanted.leaf, rtol=0, atol=1e-5)
+    torch.testing.assert_close(params.evidence, wanted.evidence, rtol=0, atol=1e-5)
+    assert not params.evidence[1].any() and params.evidence[0].any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"d2t": None}, "missing: d2t"),
+        ({"t2d": torch.arange(V) < 3}, "t2d is not true exactly at the ids of d2t"),  # of another run
+        ({"d2t": torch.tensor([1, 3, V])}, "must rise, below vocab_size"),  # of another target
+        ({"t2d": torch.ones(V + 1, dtype=torch.bool)}, "has shape"),
+    ],
+)
+def test_vocabulary_of_another_head_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    save_vocabulary(tmp_path, [1, 3, 6])
+    tensors = load_file(tmp_path / "model.safetensors") | change
+    save_file({name: one for name, one in tensors.items() if one is not None}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        served(tmp_path, torch.float32)
 
 
 def served(folder: Path, dtype: torch.dtype, head_dtype: str = "auto") -> nn.Module:
@@ -80,7 +133,7 @@ def served(folder: Path, dtype: torch.dtype, head_dtype: str = "auto") -> nn.Mod
 
 @pytest.mark.parametrize("head_dtype", ["auto", "float32", "bfloat16", "float16"])
 def test_the_head_has_the_dtype_that_is_asked_for(tmp_path: Path, head_dtype: str) -> None:
-    head, hidden = served(save(tmp_path, "linear"), torch.bfloat16, head_dtype=head_dtype), torch.randn(3, D)
+    head, hidden = served(save(tmp_path), torch.bfloat16, head_dtype=head_dtype), torch.randn(3, D)
     wanted = torch.bfloat16 if head_dtype == "auto" else getattr(torch, head_dtype)
     assert head.hidden_dtype == wanted
     params = head.draft_params(hidden, FIRST, 2)

@@ -32,12 +32,15 @@ KINDS: dict[str, dict[str, Any]] = {"plain": {}, "capped": {"soft_cap": 5.0, "sc
 WINDOW, BATCH, DRAFTS = 5, 6, 4
 COMPONENTS = {"kernel": 32, "128 components": 128, "kernel with tokens": 32}
 GREEDY = {"draft_sample_method": "greedy"}
+LM_HEAD = {"kind": "lm_head", "component_rank": 0}
 HEADS = {
-    name: {"head": "shared", "num_components": r, "window": WINDOW, "token_rank": 5 * ("tokens" in name)}
+    name: {"num_components": r, "window": WINDOW, "leaves": LM_HEAD | {"token_rank": 5 * ("tokens" in name)}}
     for name, r in COMPONENTS.items()
 }
-HEADS["low rank"] = {**HEADS["kernel"], "component_rank": 4}
-GATHERED = ("kernel", "kernel with tokens", "low rank")
+HEADS["low rank"] = HEADS["kernel"] | {"leaves": LM_HEAD | {"component_rank": 4}}
+HEADS["few ids"] = HEADS["low rank"] | {"ids": list(range(1, VOCAB, 2))}
+HEADS["mlp"] = HEADS["low rank"] | {"trunk": {"kind": "mlp", "width": 16}}
+GATHERED = ("kernel", "kernel with tokens", "low rank", "mlp")
 
 
 class Target(nn.Module):
@@ -47,14 +50,19 @@ class Target(nn.Module):
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         from vllm.model_executor.layers.logits_processor import LogitsProcessor
-        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
         super().__init__()
         whole = torch.randn(vocab_size, hidden_size, generator=torch.Generator().manual_seed(5))
         self.lm_head = ParallelLMHead(vocab_size, hidden_size)
         self.lm_head.weight_loader(self.lm_head.weight, whole)
         self.lm_head.quant_method.process_weights_after_loading(self.lm_head)
+        self.embedding = VocabParallelEmbedding(vocab_size, hidden_size)
+        self.embedding.weight_loader(self.embedding.weight, whole)
         self.logits_processor = LogitsProcessor(vocab_size, **KINDS.get(self.kind, {}))
+
+    def embed_input_ids(self, tokens: Tensor) -> Tensor:
+        return self.embedding(tokens)
 
     def compute_logits(self, states: Tensor) -> Tensor:
         logits = self.logits_processor(self.lm_head, states)
@@ -93,6 +101,7 @@ def _rank(rank: int, num_ranks: int, place: Path, store: Path, answers: Any, cal
     from vllm.distributed import parallel_state
 
     torch.set_num_threads(1)
+    torch._dynamo.config.disable = True  # vLLM's embedding of several ranks is compiled, which needs a device here
     with set_current_vllm_config(engine_config(place / "target", None)):
         parallel_state.init_distributed_environment(num_ranks, rank, f"file://{store}/{num_ranks}", rank, "gloo")
         parallel_state.ensure_model_parallel_initialized(num_ranks, 1)
@@ -128,6 +137,9 @@ CASES = {
     "kernel, argmax": ("kernel", GREEDY, "plain"),
     "kernel, forbids a token": ("kernel", None, "forbids a token"),
     "low rank, plain": ("low rank", None, "plain"),
+    "mlp, plain": ("mlp", None, "plain"),
+    "few ids, plain": ("few ids", None, "plain"),
+    "few ids, capped": ("few ids", None, "capped"),
     **{f"{name}, gathered": (name, None, "gathered") for name in GATHERED},
     "kernel, bfloat16": ("kernel", {"head_dtype": "bfloat16"}, "plain"),
 }

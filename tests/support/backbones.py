@@ -13,15 +13,14 @@ from tests.support.evabyte_reference import GreedyReference
 from tests.support.models import minimise
 from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
-from vllm_mtpc.heads import build_head
-from vllm_mtpc.heads.backbone import BackboneHead
+from vllm_mtpc.heads.head import Head, build_head
 
 SMALL = {
-    "backbone_layers": 2,
-    "backbone_heads": 4,
-    "backbone_kv_heads": 1,  # not the target's: pages of another size
-    "backbone_head_dim": 32,
-    "backbone_width": 96,
+    "layers": 2,
+    "heads": 4,
+    "kv_heads": 1,  # not the target's: pages of another size
+    "head_dim": 32,
+    "width": 96,
 }
 
 
@@ -32,9 +31,9 @@ class Target(GreedyReference):
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
         self.layers = layers
 
-    def lend(self, head: BackboneHead) -> BackboneHead:
-        head.bind_lm_head(self.model.lm_head)
-        head.bind_embedding(self.model.get_input_embeddings())
+    def lend(self, head: Head) -> Head:
+        head.leaves.bind_lm_head(self.model.lm_head)
+        head.trunk.bind_embedding(self.model.get_input_embeddings())
         return head
 
     @torch.no_grad()
@@ -56,22 +55,22 @@ class Target(GreedyReference):
         return self.model(torch.tensor([tokens])).logits[0]
 
 
-def states(head: BackboneHead, aux: Tensor, starts: Tensor, first: Tensor) -> Tensor:
+def states(head: Head, aux: Tensor, starts: Tensor, first: Tensor) -> Tensor:
     """[W, n, D] of windows after positions starts[W] of one text, whose x_1 are first[W]."""
     place = torch.arange(aux.shape[1])[None]
-    return head.read(head.context(aux, place, torch.zeros_like(place)), torch.zeros_like(starts), starts, first)
+    context = head.trunk.context(aux, place, torch.zeros_like(place))
+    return head.trunk.read(context, torch.zeros_like(starts), starts, first)
 
 
 def fit(
     folder: Path, target: Path, texts: list[list[int]], window: int = 4, steps: int = 30, seed: int = 0, **given: Any
 ) -> None:
-    """A head fitted to windows of these texts, saved to `folder`."""
-    settings = {"circuit": "hmm", "num_components": 2, "component_rank": 4, **SMALL, **given}
-    layers = settings.setdefault("aux_hidden_state_layer_ids", [1, 2])
-    reader = Target(target, layers)
-    config = HeadConfig.create(
-        **settings, head="backbone", window=window, target=reader.model.config, verifier="../target"
-    )
+    """A head fitted to windows of these texts, saved to `folder`; `given` may have some options of its sections."""
+    trunk = {"kind": "backbone", "aux_hidden_state_layer_ids": [1, 2], **SMALL, **given.pop("trunk", {})}
+    leaves = {"kind": "lm_head", "component_rank": 4, **given.pop("leaves", {})}
+    settings = {"circuit": "hmm", "num_components": 2, "trunk": trunk, "leaves": leaves, **given}
+    reader = Target(target, trunk["aux_hidden_state_layer_ids"])
+    config = HeadConfig.create(**settings, window=window, target=reader.model.config, verifier="../target")
     torch.manual_seed(seed)
     head = reader.lend(build_head(config))
     rows = []
@@ -82,7 +81,7 @@ def fit(
     def loss() -> Tensor:
         losses = []
         for aux, starts, windows in rows:
-            params = head(states(head, aux, starts, windows[:, 0]))
+            params = head(states(head, aux, starts, windows[:, 0]), windows[:, 0])
             losses.append(-head.circuit.conditional_log_probs(params, windows).flatten())
         return torch.cat(losses).mean()
 

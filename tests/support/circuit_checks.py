@@ -16,8 +16,7 @@ from tests.support.heads_zoo import V, hidden_states
 from vllm_mtpc.circuits import Circuit, CircuitParams
 from vllm_mtpc.circuits.base import evidence_of
 from vllm_mtpc.circuits.conditionals import conditionals
-from vllm_mtpc.heads.backbone import BackboneHead
-from vllm_mtpc.heads.base import Head
+from vllm_mtpc.heads.head import Head
 from vllm_mtpc.heads.init import INHERITED_STAY, init_from_head
 from vllm_mtpc.kernels.draft import naive, probabilities
 
@@ -84,15 +83,16 @@ def build(circuit: str, r: int, name: str = "linear", n: int = 4, vocab: int = V
 
 
 def joint(head: Head) -> torch.Tensor:
-    """log q of every window at one hidden state."""
+    """log q of every window at one hidden state; an x_1 that the trunk has seen is uniform."""
     tokens = all_tokens(head.circuit.window, SMALL)
-    return head.circuit.log_prob(repeated(head(one_read_by(head)), 0, len(tokens)), tokens)
+    log_q = head.circuit.log_prob(head(one_read_by(head, len(tokens)), tokens[:, 0]), tokens)
+    return log_q - math.log(SMALL) * head.leaves.skip
 
 
-def one_read_by(head: Head) -> torch.Tensor:
-    """The input of a head for one context: h [1, D], or a state for each position [1, n, D]."""
-    hidden = hidden_states(1)
-    return hidden[:, None].expand(-1, head.circuit.window, -1) if isinstance(head, BackboneHead) else hidden
+def one_read_by(head: Head, count: int) -> torch.Tensor:
+    """The input of a head for one context, `count` times: h [., D], or a state for each position [., n, D]."""
+    hidden = hidden_states(1).expand(count, -1)
+    return hidden[:, None].expand(-1, head.circuit.window, -1) if head.trunk.is_per_position else hidden
 
 
 def check_growth_from_a_cp(name: str, circuit: str, n: int, sums: int) -> None:
@@ -114,12 +114,12 @@ def check_growth_from_a_cp(name: str, circuit: str, n: int, sums: int) -> None:
 def check_growth_from_an_ff(name: str, circuit: str) -> None:
     source, head = build("ff", 1, name, vocab=SMALL, std=0.3), build(circuit, 4, name, vocab=SMALL)
     init_from_head(head, source, seed=0)
-    if head.noise_in not in source.state_dict():  # new components are equal, and diverge in training
+    if f"leaves.{head.leaves.noise_in}" not in source.state_dict():  # new components are equal, and diverge in training
         torch.testing.assert_close(joint(head), joint(source), rtol=0, atol=2e-5)  # float32 rounding near -10
         return
     # Noise of std 0.01 D^-1/2 in the leaf parameters moves a logit by 0.01 and a window's by 0.05; a mean of four.
     assert (joint(head) - joint(source)).abs().max() < 0.15
-    leaf = head(one_read_by(head)).leaf[0]
+    leaf = head(one_read_by(head, 1), torch.zeros(1, dtype=torch.long)).leaf[0]
     assert all(not torch.equal(leaf[:, 0], leaf[:, z]) for z in range(1, 4))
     before = joint(head)
     init_from_head(head, source, seed=1)

@@ -12,16 +12,23 @@ from tests.support.models import random_layers
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
-from vllm_mtpc.heads import build_head
+from vllm_mtpc.heads.head import build_head
 
 
-def write_head(folder: Path, target: dict[str, Any], **settings: Any) -> None:
-    """A random head for the target next to its folder, with random draft layers where `lora_layers` is set."""
+def write_head(folder: Path, target: dict[str, Any], ids: list[int] | None = None, **settings: Any) -> None:
+    """A random head for the target next to its folder, with random draft layers where its trunk is `lora`.
+
+    ids: its draft vocabulary.
+    """
     given = {"circuit": "btree", "window": 5, "num_components": 3, "target": target, "verifier": "../target"}
-    config = HeadConfig.create(**given | settings)
+    config = HeadConfig.create(**given | settings, draft_vocab_size=len(ids) if ids else None)
     head = build_head(config)
-    if head.token_target is not None:  # 0 before training
-        torch.nn.init.normal_(head.token_target, std=5.0)
+    if ids:
+        head.set_vocabulary(torch.tensor(ids))
+    if head.leaves.token_rank:  # 0 before training
+        torch.nn.init.normal_(head.leaves.token_target, std=5.0)
+    for mlp in getattr(head.trunk, "mlps", ()):  # 0 before training
+        torch.nn.init.normal_(mlp.out_proj.weight)
     layers = random_layers(folder.parent / "target", config.lora_layers).adapters if config.lora_layers else None
     save_head(folder, config, head, {"command": "tests"}, "made by a test", torch.float32, layers)
 

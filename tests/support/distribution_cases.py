@@ -26,7 +26,6 @@ from tests.support.hosted import make_eagle3
 from tests.support.models import make_head, make_ptp_head, sample_target
 from tests.support.requests import ALL_DRAFTS
 from vllm_mtpc.engine import provenance
-from vllm_mtpc.heads import HOSTED
 
 # One false alarm in about 3 million runs for a normal statistic; seeds are fixed, so a test that
 # passed once passes again.
@@ -242,8 +241,15 @@ def is_distributed(draws: Sequence[Sequence[int]], distribution: np.ndarray, voc
 VOCAB, LENGTH, PROMPT, WINDOW = 3, 6, [0, 1], 4
 CIRCUITS = {"ff": 1, "cp": 3, "hmm": 3, "btree": 3}  # their components
 HEADS = [f"{circuit}, {fit}" for circuit in CIRCUITS for fit in ("good", "bad")]
-OPTIONS = {"good": {}, "bad": {}, "tokens": {"token_rank": 2}, "bad tokens": {"token_rank": 2}}
-OPTIONS["loud tokens"] = {"token_rank": 2, "token_scale": 10.0}
+OPTIONS = {
+    "good": {},
+    "bad": {},
+    "tokens": {"leaves": {"token_rank": 2}},
+    "bad tokens": {"leaves": {"token_rank": 2}},
+    "loud tokens": {"leaves": {"token_rank": 2}, "token_scale": 10.0},
+    "mlp": {"trunk": {"kind": "mlp"}},
+    "two ids": {"ids": [0, 2], "leaves": {"token_rank": 2}},  # x_1 may be the third
+}
 PTP = ("o-ptp", "c-ptp", "late")
 PLANNED = dict.fromkeys(ALL_DRAFTS)  # no options: the defaults
 BATCH = 1024  # V2: chosen; a step that runs all instances of a launch at once costs about the same for fewer
@@ -308,12 +314,29 @@ def _cases() -> dict[str, Case]:
         "backbone": Case("backbone", three),
         "hosted on EAGLE-3": Case("hosted", three),
         "fault: hosted, the recovered token is dropped": Case("hosted", one, "drop_recovered_v2", True),
-        "product on EAGLE-3": Case("product", three),
-        "fault: product, the recovered token is dropped": Case("product", one, "drop_recovered_v2", True),
+        "draft vocabulary": Case("hmm, two ids", (*three, "seeded")),
+        "fault: draft vocabulary, the recovered token is dropped": Case("hmm, two ids", one, "drop_recovered_v2", True),
+        "draft vocabulary, block verification": Case(
+            "hmm, two ids", three, options={"rejection_sample_method": "block"}
+        ),
+        "draft vocabulary and none at every step": Case("hmm, two ids", three, "swapping", other="hmm, bad"),
+        "trunk mlp": Case("hmm, mlp", three),
+        "fault: trunk mlp, the recovered token is dropped": Case("hmm, mlp", one, "drop_recovered_v2", True),
         "another head at every step": Case("btree, good", three, "swapping", other="hmm, bad"),
     }
     cases |= {f"V1: 13 kinds, {head}": Case(head, options=ALL_DRAFTS, runner="v1") for head in HEADS if "good" in head}
     cases["V1: leaves look at the token before"] = Case("hmm, tokens", three, options=ALL_DRAFTS, runner="v1")
+    cases["V1: draft vocabulary"] = Case("hmm, two ids", (*three, "seeded"), options=ALL_DRAFTS, runner="v1")
+    cases["V1: fault: draft vocabulary, the recovered token is dropped"] = Case(
+        "hmm, two ids", one, "drop_recovered", True, runner="v1"
+    )
+    cases["V1: draft vocabulary and none at every step"] = Case(
+        "hmm, two ids", three, "swapping", options=ALL_DRAFTS, runner="v1", other="hmm, bad"
+    )
+    cases["V1: trunk mlp"] = Case("hmm, mlp", three, options=ALL_DRAFTS, runner="v1")
+    cases["V1: fault: trunk mlp, the recovered token is dropped"] = Case(
+        "hmm, mlp", one, "drop_recovered", True, runner="v1"
+    )
     cases["V1: the plan changes the number of drafts"] = Case(
         "btree, good", three, "changing costs", options=PLANNED, runner="v1"
     )
@@ -337,11 +360,11 @@ def _make(folder: Path, target: LlamaForCausalLM, head: str) -> None:
     if head == "backbone":
         backbones.fit(folder / head, folder / "target", sample_target(target, 32, 12, 0).tolist(), WINDOW)
         return
-    if head in HOSTED:
+    if head == "hosted":
         make_eagle3(folder / "eagle3", target)
-        own = {"head": head, "expander_rank": 4, "component_rank": 2}
-        drafter = {"method": "eagle3", "model": "../eagle3"}
-        make_head(folder / head, target, "hmm", WINDOW, 3, **own, drafter=drafter)
+        trunk = {"kind": "drafter", "method": "eagle3", "model": "../eagle3"}
+        leaves = {"kind": "lm_head", "expander_rank": 4, "component_rank": 2}
+        make_head(folder / head, target, "hmm", WINDOW, 3, trunk=trunk, leaves=leaves)
         return
     circuit, fit = head.split(", ")
     make_head(folder / head, target, circuit, WINDOW, CIRCUITS[circuit], is_bad="bad" in fit, **OPTIONS[fit])

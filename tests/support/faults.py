@@ -155,9 +155,9 @@ def _own_stream(original: Any, self: Any, num_reqs: int, num_drafts: int) -> Non
 def _scored_without_tokens(original: Any, self: Any, *args: Any) -> None:
     original(self, *args)
     drawn = self.draft_tokens.clone()
-    self.model.bigram = lambda *_: None  # hides the method
+    self.model.leaves.bigram = lambda *_: None  # hides the method
     original(self, *args)
-    del self.model.bigram
+    del self.model.leaves.bigram
     self.draft_tokens.copy_(drawn)
 
 
@@ -221,8 +221,8 @@ def _scored_unmasked_v1() -> Patches:
         return original(self, *args)
 
     @wrapping
-    def around(original: Any, self: Any, pick: Any) -> Any:
-        masked = original(self, pick)
+    def around(original: Any, self: Any, pick: Any, ids: Any) -> Any:
+        masked = original(self, pick, ids)
 
         def scored(log_q: Any, k: int) -> Any:
             q = log_q.softmax(-1)

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from tests.support.engine import Call, Reply
-from tests.support.models import minimise
+from tests.support.models import lora_section, minimise
 from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
-from vllm_mtpc.heads import build_head
-from vllm_mtpc.heads.adapters import Adapters, LoraDraftLayers
+from vllm_mtpc.heads.adapters import Adapters
+from vllm_mtpc.heads.head import build_head
 
 
 def fit_head(
@@ -22,22 +22,21 @@ def fit_head(
     prompts: list[list[int]],
     count: int,
     reads: Any = None,
-    layers: Adapters | LoraDraftLayers | None = None,
+    adapters: Adapters | None = None,
 ) -> None:
     """A btree head (n=4, r=2) overfitted to the first `count` tokens of the greedy answers to `prompts`.
 
-    Behind draft `layers` it reads the states of the model `reads`.
+    With `adapters` of draft layers it reads the states of the model `reads`.
     """
     window = 4
     given = {"circuit": "btree", "window": window, "num_components": 2, "target": sizes, "verifier": "../target"}
-    config = HeadConfig.create(**given, lora_layers=layers.num_layers if layers else 0)
+    config = HeadConfig.create(**given, trunk=lora_section(adapters) if adapters else None)
     torch.manual_seed(0)
     head = build_head(config)
     texts = [prompt + reference.greedy(prompt, count) for prompt in prompts]
     hidden = torch.cat([(reads or reference).hidden(text)[:-window] for text in texts])
     windows = torch.cat([torch.tensor(text[1:]).unfold(0, window, 1) for text in texts])
-    minimise(lambda: -head.circuit.conditional_log_probs(head(hidden), windows).mean(), head, 60, 3e-2)
-    adapters = layers.adapters if isinstance(layers, LoraDraftLayers) else layers
+    minimise(lambda: -head.circuit.conditional_log_probs(head(hidden, windows[:, 0]), windows).mean(), head, 60, 3e-2)
     save_head(folder, config, head, {"command": "tests"}, "made by a test", torch.float32, adapters)
 
 

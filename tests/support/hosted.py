@@ -14,7 +14,7 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, LlamaForCausalLM, Qw
 
 from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
-from vllm_mtpc.heads import build_head
+from vllm_mtpc.heads.head import build_head
 
 D, WIDTH, HEAD_DIM, VOCAB = 64, 96, 32, 48
 SIZES = {
@@ -103,8 +103,10 @@ def make_hosted(
 ) -> None:
     """An untrained head, ff with one draft unless `given`; with noise on every weight its components differ."""
     torch.manual_seed(seed)
-    given = {"head": "hosted", "circuit": "ff", "window": 2, "num_components": 1, "expander_rank": 8, **given}
-    config = HeadConfig.create(target=target, verifier="../target", drafter=drafter, **given)
+    given = {"circuit": "ff", "window": 2, "num_components": 1, **given}
+    leaves = {"kind": "lm_head", "expander_rank": 8, **given.pop("leaves", {})}
+    trunk = {"kind": "drafter", **drafter}
+    config = HeadConfig.create(target=target, verifier="../target", trunk=trunk, leaves=leaves, **given)
     head = build_head(config)
     for weight in head.parameters():
         weight.data += noise * torch.randn_like(weight)

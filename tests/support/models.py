@@ -15,10 +15,11 @@ from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.checkpoint.ptp_head import save_ptp
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.config.ptp_config import PtpConfig
-from vllm_mtpc.heads import build_head
-from vllm_mtpc.heads.adapters import MODULES, LoraDraftLayers
+from vllm_mtpc.heads.adapters import MODULES, Adapters
+from vllm_mtpc.heads.head import build_head
 from vllm_mtpc.heads.ptp.embedding import build_embedding
 from vllm_mtpc.heads.ptp.late import build_late
+from vllm_mtpc.heads.trunk.lora import LoraDraftLayers
 from vllm_mtpc.hf import load_target
 
 
@@ -62,19 +63,26 @@ def make_head(
     steps: int = 60,
     is_bad: bool = False,
     token_scale: float = 1.0,
+    ids: list[int] | None = None,
     **options: Any,
 ) -> None:
     """A head fitted a little to its target's own samples, so that drafts are accepted and rejected.
 
-    is_bad: it learns the least probable tokens of the target. token_scale: times what the token before adds.
+    is_bad: it learns the least probable tokens of the target. token_scale: times what the token before adds. ids: its
+    draft vocabulary.
     """
     given = {"circuit": circuit, "window": window, "num_components": components, **options}
-    config = HeadConfig.create(**given, target=target.config, verifier="../target")
+    sizes = {"target": target.config, "draft_vocab_size": len(ids) if ids else None}
+    config = HeadConfig.create(**given, **sizes, verifier="../target")
     torch.manual_seed(0)
     head = build_head(config)
-    if head.needs_lm_head:
-        target.requires_grad_(False)
-        head.bind_lm_head(target.lm_head)
+    if ids:
+        head.set_vocabulary(torch.tensor(ids))
+    target.requires_grad_(False)
+    if head.leaves.needs_lm_head:
+        head.leaves.bind_lm_head(lambda states: target.lm_head(states)[..., ids or slice(None)])
+    if head.trunk.needs_embedding:
+        head.trunk.bind_embedding(target.get_input_embeddings())
     tokens = sample_target(target, 64, 24, seed=0)
     with torch.no_grad():
         hidden = target.model(tokens).last_hidden_state
@@ -85,11 +93,12 @@ def make_head(
 
     def loss() -> torch.Tensor:
         some = torch.randint(len(windows), (256,))
-        return -head.circuit.conditional_log_probs(head(hidden[some]), windows[some]).mean()
+        found = head.circuit.conditional_log_probs(head(hidden[some], windows[some, 0]), windows[some])
+        return -found[found.isfinite()].mean()  # -inf at tokens outside a draft vocabulary
 
     minimise(loss, head, steps, 1e-2)
-    if head.token_target is not None:
-        head.token_target.data *= token_scale
+    if head.leaves.token_rank:
+        head.leaves.token_target.data *= token_scale
     save_head(folder, config, head, {"command": "tests"}, "made by a test", torch.float32)
 
 
@@ -110,6 +119,11 @@ def random_layers(target: Path, layers: int, scale: float = 0.3) -> LoraDraftLay
         for value in split.parameters():
             value.normal_().mul_(scale)
     return split
+
+
+def lora_section(adapters: Adapters) -> dict[str, Any]:
+    """The section `trunk` of a head with these draft layers."""
+    return {"kind": "lora", "layers": adapters.num_layers, "rank": adapters.rank, "alpha": float(adapters.alpha)}
 
 
 def random_lora(target: torch.nn.Module, rank: int, scale_a: float, scale_b: float) -> dict[str, torch.Tensor]:

@@ -50,6 +50,9 @@ class Target(nn.Module):
         weight = nn.functional.pad(weight, (0, 0, 0, -vocab_size % 64))
         self.weight, self.vocab_size = nn.Parameter(weight, requires_grad=False), vocab_size
 
+    def embed_input_ids(self, tokens: Tensor) -> Tensor:
+        return self.weight[tokens]
+
     def compute_logits(self, states: Tensor) -> Tensor:
         return (states @ self.weight.T)[:, : self.vocab_size]
 

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.eval.acceptance import _at_contexts, along_text
 from vllm_mtpc.eval.text import Samples, Sampling
-from vllm_mtpc.heads import build_head
+from vllm_mtpc.heads.head import build_head
 from vllm_mtpc.hf import Session, Target
 
 V, N, D = 4, 4, 6
@@ -31,7 +31,8 @@ def tiny_head(circuit: str, window: int = N, seed: int = 5, hidden_size: int = D
 def acceptance(head, target, states: torch.Tensor, tokens: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """P(drafts 2..k are accepted | text), k = 2..m, [B, m - 1]; states[:, k] predicts tokens[B, m][:, k]."""
     log_q = along_text(head, states[:, 0], tokens)
-    return _at_contexts(log_q, target, states, tokens, sampling)[:, : tokens.shape[1] - 1]
+    values = _at_contexts(log_q, target, states, tokens, sampling, head.vocabulary)
+    return values[:, : tokens.shape[1] - 1]
 
 
 class TableTarget:

@@ -19,8 +19,8 @@ from vllm_mtpc.train.trainer import METRICS_FILE, Trainer, read_metrics
 
 V = 12
 BACKBONE = {
-    "head": "backbone", "backbone_layers": 1, "backbone_width": 32, "component_rank": 4, "beta": 1.0,
-    "acceptance": 0.9, "train_first": False,
+    "trunk": {"kind": "backbone", "layers": 1, "width": 32}, "leaves": {"kind": "lm_head", "component_rank": 4},
+    "beta": 1.0, "acceptance": 0.9, "train_first": False,
 }  # fmt: skip
 PTP = {"head": "ptp", "lora_rank": 4, "windows_per_step": 32}
 # "ieee" reads the low bits of u, which are rounding noise where a forward pass of another batch size decides u.
@@ -53,6 +53,11 @@ def flags(place: Path, out: str, **changes: object) -> list[str]:
     if changes.get("head") == "ptp":
         values |= {"circuit": None, "components": None}
     words = []
+    sections = {name: value for name, value in changes.items() if isinstance(value, dict)}
+    for name, section in sections.items():  # --trunk KIND --trunk.OPTION VALUE
+        changes |= {f"{name}.{key}": value for key, value in section.items() if key != "kind"} | {
+            name: section.get("kind")
+        }
     for name, value in (values | changes).items():
         if value is not None and value is not False:
             flag = "--" + name.replace("_", "-")

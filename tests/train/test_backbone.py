@@ -12,7 +12,7 @@ from tests.support.training import BACKBONE, make_trainer, options_for, record_o
 from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.cli import main
 from vllm_mtpc.eval.text import Sampling, generate, with_backbone
-from vllm_mtpc.hf.attention import document_positions
+from vllm_mtpc.heads.trunk.base import document_positions
 from vllm_mtpc.train.circuit_trainer import CircuitTrainer
 
 torch.set_num_threads(1)
@@ -20,19 +20,17 @@ torch.set_num_threads(1)
 
 def test_window_reads_only_its_document(tiny_target, tmp_path):
     job = make_trainer(options_for(tiny_target, tmp_path, **BACKBONE), tiny_target)
-    drafter, batch = job.model, next(job.windows.batches())
+    trunk, batch = job.head.trunk, next(job.windows.batches())
     first = batch.tokens[:, 0]
-    read, verified = drafter._reader(batch.hidden, batch.document, batch.row, batch.start, first)
-    assert verified.shape[-1] == tiny_target.hidden_size
-    found = read(slice(None))
+    found = trunk.windows(batch.hidden, batch.document, batch.row, batch.start, first)(slice(None))
     for b in range(0, len(first), 7):
         row, start = int(batch.row[b]), int(batch.start[b])
         inside = batch.document[row] == batch.document[row, start]
         inside[start + 1 :] = False
         aux = batch.hidden[row, inside][None, :, : -tiny_target.hidden_size]
         length = torch.arange(aux.shape[1])[None]
-        context = job.head.context(aux, length, torch.zeros_like(length))
-        alone = job.head.read(context, torch.tensor([0]), length[0, -1:], first[b : b + 1])[0]
+        context = trunk.context(aux, length, torch.zeros_like(length))
+        alone = trunk.read(context, torch.tensor([0]), length[0, -1:], first[b : b + 1])[0]
         torch.testing.assert_close(found[b], alone, rtol=0, atol=1e-5)  # sums over other numbers of masked terms
 
 
@@ -44,9 +42,9 @@ def test_backbone_splits_fused_projections_and_reports_missing_weights(place, tm
     theirs.save_pretrained(tmp_path / "phi")
     for file in (place / "target").glob("*token*"):
         shutil.copy(file, tmp_path / "phi")
-    changes = {"head": "backbone", "backbone_layers": 2, "component_rank": 2, "target": tmp_path / "phi"}
+    changes = {"trunk": {"kind": "backbone", "layers": 2}, "leaves": BACKBONE["leaves"], "target": tmp_path / "phi"}
     out = train(place, "phi", **changes, dry_run=True, dtype="float32")
-    for ours, layer in zip(load_head(out)[1].backbone.layers, theirs.model.layers, strict=True):
+    for ours, layer in zip(load_head(out)[1].trunk.backbone.layers, theirs.model.layers, strict=True):
         attention, mlp = ours.self_attn, ours.mlp
         fused = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
         assert torch.equal(torch.cat(fused), layer.self_attn.qkv_proj.weight)
@@ -64,33 +62,38 @@ def test_measured_backbone_states_match_single_windows(tiny_target, tmp_path):
     head = CircuitTrainer(options, tiny_target).head
     prompts, sampling = [torch.tensor([1, 2, 3]), torch.tensor([4, 5])], Sampling(1.0)
     samples = generate(tiny_target, prompts, 8, sampling, torch.Generator().manual_seed(0), overhang=4)
-    found = with_backbone(samples, head, tiny_target).draft
+    found = with_backbone(samples, head.trunk, tiny_target).draft
     assert found.shape == (*samples.hidden.shape[:2], 4, tiny_target.hidden_size)
     for text in (0, 1):
         for t in range(int((samples.tokens[text] >= 0).sum()) - 1):
             tokens = samples.tokens[text, : t + 1][None]
-            aux = tiny_target.hidden_with(head.aux_layers, tokens)[..., : -tiny_target.hidden_size]
+            aux = tiny_target.hidden_with(head.trunk.aux_layers, tokens)[..., : -tiny_target.hidden_size]
             document = torch.zeros_like(tokens)
-            context = head.context(aux, document_positions(document), document)
-            alone = head.read(context, torch.tensor([0]), torch.tensor([t]), samples.tokens[text, t + 1][None])
+            context = head.trunk.context(aux, document_positions(document), document)
+            alone = head.trunk.read(context, torch.tensor([0]), torch.tensor([t]), samples.tokens[text, t + 1][None])
             torch.testing.assert_close(found[text, t], alone[0], rtol=0, atol=1e-4)  # rounding of other shapes
 
 
 def test_circuit_trains_on_frozen_or_trained_backbone(place, capsys):
-    ff = BACKBONE | {"circuit": "ff", "components": 1, "component_rank": 0, "max_steps": 2}
+    ff = BACKBONE | {
+        "circuit": "ff",
+        "components": 1,
+        "leaves": {"kind": "lm_head", "component_rank": 0},
+        "max_steps": 2,
+    }
     drafter = train(place, "drafter", **ff)
-    more = {"circuit": "hmm", "init_from": drafter, "freeze_backbone": True, "token_rank": 2, "max_steps": 2}
-    more |= {"head": "backbone", "component_rank": 4}  # its sizes are those of init_from
-    error = refused(capsys, place, "none", **more | {"circuit": "ff", "components": 1, "token_rank": 0})
-    assert "nothing is left to learn; set components or token_rank" in error
-    source = load_head(drafter)[1].backbone.state_dict()
+    more = {"circuit": "hmm", "init_from": drafter, "freeze_trunk": True, "max_steps": 2}
+    more |= {"leaves": {"token_rank": 2, "component_rank": 4}}  # other sizes are those of init_from
+    error = refused(capsys, place, "none", **more | {"circuit": "ff", "components": 1, "leaves": {"token_rank": 0}})
+    assert "nothing is left to learn; set components or leaves.token_rank" in error
+    source = load_head(drafter)[1].trunk.state_dict()
     for freeze in (True, False):
-        out = train(place, f"frozen {freeze}", **more | {"freeze_backbone": freeze})
+        out = train(place, f"frozen {freeze}", **more | {"freeze_trunk": freeze})
         config, head = load_head(out)
-        equal = [torch.equal(value, source[name]) for name, value in head.backbone.state_dict().items()]
+        equal = [torch.equal(value, source[name]) for name, value in head.trunk.state_dict().items()]
         assert all(equal) if freeze else not any(equal)
-        assert (config.head, config.token_rank, config.component_rank) == ("backbone", 2, 4)
-        assert head.token_target.any() and head.component_in.shape == (4, 2, 4, 32)
+        assert (config.trunk.kind, config.leaves.token_rank, config.leaves.component_rank) == ("backbone", 2, 4)
+        assert head.leaves.token_target.any() and head.leaves.component_in.shape == (3, 2, 4, 32)
     assert 1 <= record_of(out)["figures"]["t1"]["tokens_per_step"] <= 4
     assert "Model Runner V2 alone" in (out / "README.md").read_text()
     data = ["--data", str(place / "text.jsonl"), "--sequences", "3", "--prompt-tokens", "8", "--new-tokens", "10"]

@@ -47,7 +47,9 @@ def changed(**more: Any) -> dict[str, Any]:
 
 def test_a_head_is_trained_and_measured(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     head = train(place, "head", **changed())
-    layers = train(place, "layers", **changed(init_from=head, lora_layers=1))  # they go on from the trained head
+    layers = train(
+        place, "layers", **changed(init_from=head, trunk={"kind": "lora", "layers": 1})
+    )  # on the trained head
     assert load_head(layers)[0].lora_layers == 1 and record_of(layers)["figures"]["t1"]["tokens_per_step"] >= 1
     adapters = load_file(layers / "adapter_model.safetensors")
     assert any(bool(value.any()) for name, value in adapters.items() if "lora_B" in name)  # they start at zero
@@ -91,6 +93,6 @@ def test_evabyte_starts_at_its_own_eight_heads(place: Path) -> None:
 
 
 def test_a_backbone_starts_at_norms_that_scale_as_the_targets_do(place: Path) -> None:
-    more = {"head": "backbone", "circuit": "ff", "components": 1, "dry_run": True}
-    norm = load_head(train(place, "backbone", **more))[1].backbone.norm.weight
+    more = {"trunk": "backbone", "leaves": "lm_head", "circuit": "ff", "components": 1, "dry_run": True}
+    norm = load_head(train(place, "backbone", **more))[1].trunk.backbone.norm.weight
     assert (norm - 1).abs().max() < 0.5

@@ -25,8 +25,8 @@ SERVED = {"engine": {"tensor_parallel_size": 2, "download_dir": "/data/hub"}}
 def make(tmp_path: Path, figures: dict, run: dict, **changes: object) -> dict:
     named = {"target": "org/model", "data": ["a.txt"], "out": str(tmp_path / "head"), "learning_rate": 3e-4}
     options = parse({**named, "window": 4, **changes})
-    head = {"circuit": "btree", "window": 4, "num_components": options.num_components, "head": options.head}
-    head |= {"drafts": 3, "lora_layers": options.lora_layers}
+    head = {"circuit": "btree", "window": 4, "num_components": options.num_components, "drafts": 3}
+    head |= {"trunk": options.trunk.get("kind", "none"), "leaves": "own", "draft_vocab_size": options.draft_vocab_size}
     return provenance(options, head, options.verifier or options.target, figures, run)
 
 
@@ -60,7 +60,8 @@ ROWS = [  # of a measured head's card
     [
         ({"t1": T1, "t0": T0}, RUN, {"components": 8}, ROWS, ["untrained", "Not measured"]),
         ({}, RUN, {}, ["**Not measured**", "head --data DATA", "](loss.png)"], ["untrained", "acceptance.png"]),
-        ({}, RUN, {"lora_layers": 2}, ["last 2 layers", "Model Runner V2 alone", "## Training"], []),
+        ({}, RUN, {"trunk": "lora"}, ["trunk lora", "Model Runner V2 alone", "## Training"], []),
+        ({}, RUN, {"trunk": "mlp", "draft_vocab_size": 9000}, ["trunk mlp", "9,000"], []),
         ({}, RUN | {"states": "vllm 0.32.0"}, SERVED, ['by vllm 0.32.0, engine options `{"download_dir": "hub"'], []),
         ({}, {"steps": 0}, {}, ["**This head is untrained**"], ["## Training", "| Tokens/step", "loss.png"]),
     ],

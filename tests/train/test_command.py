@@ -25,7 +25,7 @@ def test_run_writes_all_files_and_logs_lines(place, capsys, monkeypatch):
     monkeypatch.setattr(progress, "LINE_SECONDS", 0)
     out = train(place, "head")
     config, _ = load_head(out)
-    assert (config.circuit, config.window, config.num_components) == ("btree", 4, 2)
+    assert (config.circuit.kind, config.window, config.num_components) == ("btree", 4, 2)
     assert config.speculators_config.verifier.name_or_path == "../target"
     record, (printed, logged) = record_of(out), capsys.readouterr()
     assert record["settings"]["num_components"] == 2
@@ -86,8 +86,8 @@ def test_two_processes_train_as_one(place):
     for name in mine:
         torch.testing.assert_close(theirs[name], mine[name], atol=2e-4, rtol=0)
     # It must be able to fail: a step changes more than the tolerance.
-    began = load_file(train(place, "start", dry_run=True, dtype="float32") / "model.safetensors")["leaf_weight"]
-    assert (mine["leaf_weight"] - began).abs().max() > 1e-2
+    began = load_file(train(place, "start", dry_run=True, dtype="float32") / "model.safetensors")["leaves.leaf_weight"]
+    assert (mine["leaves.leaf_weight"] - began).abs().max() > 1e-2
 
 
 def test_interrupted_evaluation_keeps_the_head(place, capsys, monkeypatch):

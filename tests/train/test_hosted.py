@@ -18,21 +18,26 @@ from tests.support.training import make_trainer, options_for
 from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.cli import main
 from vllm_mtpc.engine.served_target import load_served_target
-from vllm_mtpc.heads.hosted import DRAFTER
+from vllm_mtpc.heads.trunk.drafter import DRAFTER
+from vllm_mtpc.train.windows import Windows
 
 torch.set_num_threads(1)
 ATOL = 1e-4  # float32: sums in another order
-HOSTED = {"head": "hosted", "drafter": "mtp", "expander_rank": 4, "component_rank": 4, "train_first": False}
+HOSTED = {"trunk": "drafter", "leaves": {"kind": "lm_head", "expander_rank": 4}, "train_first": False}
 
 
 def test_loss_reads_the_drafters_states_and_the_targets_distribution(tiny_target, tmp_path):
     job = make_trainer(options_for(tiny_target, tmp_path, **HOSTED, circuit="cp", components=2), tiny_target)
     size = tiny_target.hidden_size
-    hidden = torch.randn(3, 9, 2 * size)
-    row, start = torch.tensor([0, 2, 1]), torch.tensor([4, 0, 7])
-    read, verified = job.model._reader(hidden, torch.zeros(3, 9), row, start, torch.zeros(3))
+    hidden, document = torch.randn(3, 9, 2 * size), torch.zeros(3, 9, dtype=torch.int64)
+    row, start = torch.tensor([0, 2, 1]), torch.tensor([4, 0, 3])
+    tokens = torch.zeros(3, 4, dtype=torch.int64)
+    batch = Windows(hidden=hidden, document=document, row=row, start=start, tokens=tokens, counts=torch.full((4,), 3))
+    read, _, _, log_p = job.model.read(batch)
     assert torch.equal(read(slice(1, 3)), hidden[row[1:], start[1:], :size])
-    assert torch.equal(verified, hidden[..., size:])
+    for k in range(3):  # of x_2 to x_4
+        wanted = tiny_target.logits(hidden[row, start + 1 + k, size:]).log_softmax(-1)
+        torch.testing.assert_close(log_p(slice(0, 3))[:, k], wanted)
 
 
 @torch.no_grad()
@@ -78,10 +83,10 @@ def test_states_of_the_mtp_layer_equal_its_definition_and_a_head_trains_on_them(
     lines = [{"prompt_ids": [1], "response_ids": [generator.randrange(VOCAB) for _ in range(60)]} for _ in range(40)]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
     words = ["--target", tmp_path / "target", "--data", tmp_path / "data.jsonl", "--out", tmp_path / "head"]
-    words += ["--head", "hosted", "--drafter", "mtp", "--circuit", "hmm", "--window", 4, "--components", 2]
+    words += ["--trunk", "drafter", "--leaves", "lm_head", "--circuit", "hmm", "--window", 4, "--components", 2]
     words += ["--max-steps", 4, "--windows-per-step", 64, "--seq-len", 64, "--evaluation-sequences", 8]
     words += ["--evaluation-tokens", 16, "--engine", '{"max_model_len": 96}', "--device", "cpu"]
     assert main(["train", *map(str, words)]) == 0
     config, head = load_head(tmp_path / "head")
-    assert config.drafter.method == "mtp" and head.up_weight.any()
+    assert config.hosted.method == "mtp" and head.leaves.up_weight.any()
     assert 1 <= json.loads((tmp_path / "head" / "provenance.json").read_text())["figures"]["t1"]["tokens_per_step"] <= 4

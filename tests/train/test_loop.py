@@ -25,9 +25,17 @@ torch.set_num_threads(1)
 CASES = {
     "nll": {"circuit": "hmm"},
     "acceptance": {"beta": 1.0, "acceptance": 0.5, "train_first": False},
-    "shared": {"head": "shared", "circuit": "cp"},
-    "layers": {"lora_layers": 1, "learning_rate": 3e-3},
-    "backbone": BACKBONE | {"learning_rate": 5e-3, "circuit": "ff", "components": 1, "component_rank": 0},
+    "shared": {"leaves": {"kind": "lm_head"}, "circuit": "cp"},
+    "mlp": {
+        "trunk": "mlp",
+        "leaves": "lm_head",
+        "draft_vocab_size": 7,
+        "beta": 0.5,
+        "acceptance": 0.5,
+        "train_first": False,
+    },
+    "layers": {"trunk": {"kind": "lora", "layers": 1}, "learning_rate": 3e-3},
+    "backbone": BACKBONE | {"learning_rate": 5e-3, "circuit": "ff", "components": 1},
     **PTP_CASES,
 }
 
@@ -75,7 +83,7 @@ def test_training_learns_and_resumes_bit_for_bit(tiny_target, tmp_path, case):
     assert all(1 <= line["tokens_per_step"] <= 4 for line in read_metrics(tmp_path / "a" / METRICS_FILE))
 
 
-@pytest.mark.parametrize("case", ["nll", "acceptance", "backbone", "ce", "kl", "inverse", "own", "trust"])
+@pytest.mark.parametrize("case", ["nll", "acceptance", "mlp", "backbone", "ce", "kl", "inverse", "own", "trust"])
 def test_chunks_of_a_step_give_the_same_loss_and_gradients(tiny_target, tmp_path, case):
     found = []
     for chunk in (None, 7, 1):
@@ -138,8 +146,8 @@ def test_diverged_state_does_not_replace_a_good_one(tiny_target, tmp_path, monke
     def injected(*args, **kwargs):
         loss, watched = update(*args, **kwargs)
         if trainer.step == 3:
-            moments = trainer.optimizer.state[trainer.model.head.leaf_weight]
-            held = {"weights": trainer.model.head.leaf_weight, "moments": moments["exp_avg"], "loss": loss}[what]
+            moments = trainer.optimizer.state[trainer.model.head.leaves.leaf_weight]
+            held = {"weights": trainer.model.head.leaves.leaf_weight, "moments": moments["exp_avg"], "loss": loss}[what]
             with torch.no_grad():
                 held.view(-1)[-1] = float("nan")
         return loss, watched

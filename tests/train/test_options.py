@@ -41,7 +41,7 @@ def test_flags_are_converted_and_take_precedence_over_file(tmp_path):
 
 
 PTP = "head: ptp\n"
-HOSTED = "drafter goes with head hosted or product"
+KINDS = "allowed are none, mlp, lora, backbone, drafter; set trunk to one of them"
 
 
 @pytest.mark.parametrize(
@@ -51,20 +51,23 @@ HOSTED = "drafter goes with head hosted or product"
         ("target: [", "cannot be read as YAML"),
         ("windows: 8", "unknown key 'windows'; allowed keys: .*window"),
         ("learning_rat: 8", "correct its name$"),
-        ("head: medusa", "'medusa'; allowed: linear, shared, backbone, hosted, product, ptp;"),
+        ("head: medusa", "'head' = 'medusa': Input should be 'mtpc' or 'ptp'"),
+        ("trunk: medusa", KINDS),
+        ("leaves: {kind: own, component_rank: 4}", "'component_rank' is not an option of it; allowed: token_rank"),
+        ("trunk: {width: 4, ranks: 2}", "'ranks' is not an option of it; allowed: .*width"),
+        ("trunk: 4", "a kind or a section is expected, for example none"),
+        ("draft_vocab_size: -1", "draft_vocab_size"),
         ("gamma: 2", "gamma"),
         ("circuit: ff\ncomponents: 4", "exactly 1; use 'cp'"),
-        ("lora_layers: 1\ncache: c", "leave out cache"),
-        ("lora_rank: 8", "lora_rank is of draft layers: remove lora_rank, or set lora_layers to 1, 2 or 4"),
-        ("freeze_backbone: true", "freeze_backbone needs a trained backbone"),
-        ("head: backbone\ntrain_first: true", "train_first with head backbone"),
+        ("trunk: lora\ncache: c", "leave out cache"),
+        ("lora_rank: 8", "lora_rank is an option of PTP heads: remove lora_rank, or set head ptp"),
+        ("freeze_trunk: true", "freeze_trunk needs a trained trunk"),
+        ("trunk: backbone\ntrain_first: true", "train_first with trunk backbone"),
         ("data: [a.txt, b/*.jsonl]\nsplit: test", "split='test' is an option of data sets"),
-        ("head: linear\ndrafter: mtp", HOSTED),
-        ("head: hosted", HOSTED),
-        ("head: hosted\ndrafter: dflash:x", "allowed are mtp and eagle3:CHECKPOINT"),
-        ("head: hosted\ndrafter: mtp\nstates: transformers", "with states auto or vllm"),
+        ("trunk: {kind: drafter, method: dflash}", "methods mtp and eagle3 are trained on"),
+        ("trunk: drafter\nstates: transformers", "with states auto or vllm"),
         ("variant: c-ptp", "variant is an option of PTP heads: remove variant, or set head ptp"),
-        (f"{PTP}circuit: hmm", "circuit is an option of circuits: remove circuit, or set another head"),
+        (f"{PTP}circuit: hmm", "circuit is an option of circuits: remove circuit, or set head mtpc"),
         (f"{PTP}ptp_loss: inverse", "ptp_loss 'inverse' with variant 'o-ptp': allowed are ce, bce; set"),
         (f"{PTP}variant: independent\nbaseline: b", "it is the baseline itself; remove baseline"),
         (f"{PTP}proposals: student\nu_beta: 0.5", "its u is uniform; remove u_beta"),
@@ -87,7 +90,7 @@ def test_missing_option_and_several_engines_are_refused(monkeypatch):
         command.with_responses(parse(REQUIRED | {"regenerate": 4}))
 
 
-BACKBONE = {"head": "backbone", "component_rank": 2}
+BACKBONE = {"trunk": "backbone", "leaves": {"kind": "lm_head", "component_rank": 2}}
 
 
 @pytest.mark.parametrize(
@@ -101,9 +104,9 @@ BACKBONE = {"head": "backbone", "component_rank": 2}
         ({"out": "{place}/shut", "regenerate": 4}, "shut: cannot be written to (Permission denied)"),
         ({"out": "{place}/target"}, "holds another model's config.json"),
         ({"cache": "{place}/shut"}, "shut: cannot be written to (Permission denied)"),
-        ({"expander_rank": 8}, "expander_rank=8 is not an option of head 'linear'"),
+        ({"leaves.expander-rank": 8}, "unknown key 'expander_rank'"),
         ({"init_from": "nowhere"}, "no head at nowhere"),
-        ({**BACKBONE, "init_from": "{place}/small"}, "cannot start from a head of class=LinearHead"),
+        ({**BACKBONE, "init_from": "{place}/small"}, "window=4 cannot start from a head of window=3"),
         ({"head": "ptp", "init_from": "{place}/small"}, "a head of method mtpc; a PTP head starts from a PTP head"),
         ({"head": "ptp", "u_embedding": "bits"}, "unknown u_embedding 'bits'"),
         ({"head": "ptp", "baseline": "{place}/small"}, "not a trained and measured head of variant independent"),
@@ -111,7 +114,6 @@ BACKBONE = {"head": "backbone", "component_rank": 2}
         ({"device": "tpu"}, "allowed are auto, cpu, cuda and cuda:N"),
         ({"seq_len": 1024}, "reads at most 512 tokens; set seq_len to that or less, or leave it out"),
         ({"target": "no/such-model"}, "causal language model"),
-        ({**BACKBONE, "lora_layers": 1}, "lora_layers=1 with head 'backbone'"),
     ],
 )
 def test_options_are_checked_before_weights_are_loaded(place, capsys, monkeypatch, changes, message):
@@ -130,7 +132,9 @@ def test_options_are_checked_before_weights_are_loaded(place, capsys, monkeypatc
         train(place, "small", window=3, dry_run=True)
     monkeypatch.setattr(run, "load_target", lambda *arguments: pytest.fail("weights were loaded"))
     monkeypatch.setattr(command, "with_responses", lambda options: pytest.fail("responses were written"))
-    values = {"out": "refused"} | {key: str(value).format(place=place) for key, value in changes.items()}
+    values = {"out": "refused"} | {
+        key: value.format(place=place) if isinstance(value, str) else value for key, value in changes.items()
+    }
     error = refused(capsys, place, **values)
     assert error.startswith("vllm-mtpc: error: ") and message in error
     assert not [*(place / "refused").glob("*"), *(place / "shut").iterdir()]
@@ -148,7 +152,7 @@ def test_target_without_lm_head_is_refused(place, capsys):
 @pytest.mark.parametrize(
     "values",
     [
-        {"lora_rank": 8, "lora_layers": 1},
+        {"trunk": {"kind": "lora", "layers": 1}, "leaves": "own", "draft_vocab_size": 0},
         {"head": "ptp", "lora_rank": 8, "lora_alpha": 4},
         {"data": ["a.txt", "name:config"], "split": "test"},
         {"data": ["."], "split": "test"},  # a folder may be of parquet files
@@ -170,20 +174,20 @@ def test_defaults_depend_on_head_and_circuit():
     assert loss_name(parse(REQUIRED | {"head": "ptp", "variant": "c-ptp"})) == "kl"
 
 
-@pytest.mark.parametrize("head, circuit, rank", [("shared", "cp", 16), ("shared", "ff", None), ("linear", "cp", None)])
-def test_default_head_and_components_fit_the_vocabulary(head, circuit, rank, tmp_path):
-    """Of a new head; one that continues another has its head and components."""
+def test_parts_are_those_of_init_from(tmp_path):
+    """What is not given is the source's; a part of another kind has its own defaults."""
 
     def made(vocab_size, **more):
         sizes = {"vocab_size": vocab_size, "hidden_size": 8}
-        return CircuitTrainer.head_config(parse({**REQUIRED, "circuit": circuit, **more}), LlamaConfig(), "x", sizes)
+        return CircuitTrainer.head_config(parse({**REQUIRED, "circuit": "cp", **more}), LlamaConfig(), "x", sizes)
 
-    assert made(2001, head=head).component_rank == rank
-    assert [made(size).head for size in (320, 2000, 2001)] == ["linear", "linear", "shared"]
-    source = made(2001, head=head).model_copy(update={"component_rank": None})
+    source = made(320, trunk={"kind": "mlp", "width": 3}, leaves={"kind": "lm_head", "component_rank": 5})
+    source = source.model_copy(update={"draft_vocab_size": 64})
     (tmp_path / "config.json").write_text(source.to_json())
-    continued = made(2001, init_from=str(tmp_path))
-    assert (continued.head, continued.component_rank) == (head, None)
+    continued = made(320, init_from=str(tmp_path), leaves={"token_rank": 2})
+    assert (continued.trunk, continued.draft_vocab_size) == (source.trunk, 64)
+    assert continued.leaves == source.leaves.model_copy(update={"token_rank": 2})
+    assert made(320, init_from=str(tmp_path), leaves="own").leaves.kind == "own"
 
 
 def test_short_run_reads_part_of_the_data_at_default_rate(place, capsys, monkeypatch):

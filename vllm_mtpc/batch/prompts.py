@@ -30,6 +30,11 @@ class Request(NamedTuple):
     prompt_ids: list[int]
     messages: Messages | None
 
+    def answer(self, ask: Callable[..., tuple[list[int], str | None]]) -> dict[str, Any]:
+        """Return the answer of a target; one without `response_ids` had no room."""
+        tokens, reason = ask(self.prompt_ids, int(self.id[:8], 16))
+        return {"id": self.id, **({"response_ids": tokens, "finish_reason": reason} if reason else {})}
+
     def line(self, answer: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
         """Return the line of the output file for an answer."""
         line = {"id": self.id, "prompt_ids": self.prompt_ids, "response_ids": answer["response_ids"]}
@@ -41,10 +46,14 @@ class Request(NamedTuple):
 
 
 def collect(options: RegenerateOptions, tokenizer: PreTrainedTokenizerBase | None) -> list[Request]:
-    """Return all requests of a run in the order of the data; raises UsageError if there are none.
+    """Return all requests of a run in the order of the data; raises UsageError if there are none in it.
 
     A repeated prompt gets another sample; at temperature 0, where its text would be the same, it is left out.
     """
+    if options.prompts == "self":  # the limit is of the target's own prompts
+        options = options.model_copy(update={"limit": None})
+        if not options.data:
+            return []
     prompts = _sample(list(_prompts(options, tokenizer)), options)
     if not prompts:
         raise UsageError(

@@ -16,7 +16,8 @@ from typing import Any
 
 from vllm_mtpc.batch.lines import encode, resume
 from vllm_mtpc.batch.options import RegenerateOptions
-from vllm_mtpc.batch.prompts import Request, collect
+from vllm_mtpc.batch.prompts import collect
+from vllm_mtpc.batch.self_prompts import SelfPrompts
 from vllm_mtpc.engine.options import serve_arguments
 from vllm_mtpc.engine.served import OWN_SAMPLING
 from vllm_mtpc.engine.server import run_server
@@ -48,7 +49,8 @@ def regenerate(options: RegenerateOptions, respond: Respond | None = None) -> Pa
     One JSON object per line: `id`, `prompt_ids`, `response_ids` (with the token that ended it), `finish_reason` (stop
     or length), and for conversations `messages` with the new turn. `OUT.meta.json` has the settings. The seed of a
     response is made from its id, so that an interrupted run continues with the same text, as far as the target's logits
-    do not depend on the batch. Prompts without room for a token are skipped and counted.
+    do not depend on the batch. Prompts without room for a token are skipped and counted. `OUT.dropped.json` has the
+    conversations of the target (`prompts` self) that are left out in whole or in part.
 
     Raises:
         UsageError: vLLM is missing or fails, there are no prompts, or the file was made with other settings.
@@ -59,29 +61,38 @@ def regenerate(options: RegenerateOptions, respond: Respond | None = None) -> Pa
     from vllm_mtpc.hf.model import tokenizer_if_any
 
     tokenizer = tokenizer_if_any(options.target)
-    requests = collect(options, tokenizer)
+    own = SelfPrompts(options, tokenizer)
+    requests: list[Any] = [*collect(options, tokenizer), *own.conversations]
     ids = sorted({request.id for request in requests})
     prompts = hashlib.sha256("".join(ids).encode()).hexdigest()
-    done = resume(options.out, "id", {**options.meta(), "prompts": prompts})
+    done = own.resume(resume(options.out, "id", {**options.meta(), "prompts": prompts}))
     left = {request.id: request for request in requests if request.id not in done}
     if not left:
         return options.out
-    skipped = 0
+    skipped, what = 0, "conversation" if own.conversations else "response"
     with (
+        closing(own),
         open(options.out, "ab") as file,
-        Bar(total=len(requests), initial=len(requests) - len(left), desc="responses", unit="response") as bar,
+        Bar(total=len(requests), initial=len(requests) - len(left), desc=f"{what}s", unit=what) as bar,
         closing(_answers(options, list(left.values()), tokenizer is not None, respond)) as answers,
     ):
         bar.set_postfix_str("vLLM is starting")
         while wave := list(islice(answers, WAVE)):
             bar.set_postfix_str("", refresh=False)
-            responses = [answer for answer in wave if "response_ids" in answer]
-            for answer in responses:
-                file.write(encode(left[answer["id"]].line(answer, tokenizer)))
+            for answer in wave:
+                if "lines" in answer:
+                    file.writelines(map(encode, own.keep(answer)))
+                elif "response_ids" in answer:
+                    file.write(encode(left[answer["id"]].line(answer, tokenizer)))
+                else:
+                    skipped += 1
             file.flush()
             os.fsync(file.fileno())
-            skipped += len(wave) - len(responses)
             bar.update(len(wave))
+    if own.conversations:
+        print(f"regenerate: {own.report}", file=sys.stderr)
+        if not options.out.stat().st_size:
+            raise UsageError(f"{own.report}; the target writes no turn that ends: type --data NAMES as prompts")
     if skipped == len(requests):
         raise UsageError(
             f"all {skipped} prompts are longer than target {options.target} can continue; "
@@ -93,15 +104,15 @@ def regenerate(options: RegenerateOptions, respond: Respond | None = None) -> Pa
 
 
 def _answers(
-    options: RegenerateOptions, requests: list[Request], has_tokenizer: bool, respond: Respond | None
+    options: RegenerateOptions, requests: list[Any], has_tokenizer: bool, respond: Respond | None
 ) -> Generator[dict[str, Any], None, None]:
-    """Yield answers in the order of the requests; those without `response_ids` had no room."""
+    """Yield answers in the order of the requests; of a prompt those without `response_ids` had no room."""
     log = options.out.with_name(options.out.name + ".log")
     engine, sampling = options.arguments(has_tokenizer)
-    seeds = [int(request.id[:8], 16) for request in requests]
     if respond is not None:
         prompts = [request.prompt_ids for request in requests]
-        found = respond(prompts, {**sampling, "max_tokens": options.max_tokens}, seeds)
+        seeds = [int(request.id[:8], 16) for request in requests]
+        found = respond(prompts, sampling, seeds)
         for request, (tokens, _, reason) in zip(requests, found, strict=True):
             response = {"response_ids": tokens[len(request.prompt_ids) :], "finish_reason": reason}
             yield {"id": request.id, **(response if reason else {})}
@@ -111,15 +122,15 @@ def _answers(
         with run_server(serve_arguments({**OWN_SAMPLING, **engine}), log) as client:
             card = client.model_card()
 
-            def answer(request: Request, seed: int) -> dict[str, Any]:
-                room = card["max_model_len"] - len(request.prompt_ids)
-                if room < 1:
-                    return {"id": request.id}
-                body = {"model": card["id"], "prompt": request.prompt_ids, "seed": seed, **sampling}
-                (choice,) = client.choices({**body, "max_tokens": min(room, options.max_tokens)})
-                return {"id": request.id, "response_ids": choice["token_ids"], "finish_reason": choice["finish_reason"]}
+            def ask(prompt: list[int], seed: int, **changes: Any) -> tuple[list[int], str | None]:
+                body = {"model": card["id"], "prompt": prompt, "seed": seed, **sampling, **changes}
+                body["max_tokens"] = min(card["max_model_len"] - len(prompt), body["max_tokens"])
+                if body["max_tokens"] < 1:
+                    return [], None
+                (choice,) = client.choices(body)
+                return choice["token_ids"], choice["finish_reason"]
 
-            yield from pool.map(answer, requests, seeds)
+            yield from pool.map(lambda request: request.answer(ask), requests)
     except EngineFailed as error:
         raise UsageError(
             f"vLLM failed: {error.reason}; its log is {log}; what was answered is kept, run again to continue"

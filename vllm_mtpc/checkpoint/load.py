@@ -16,19 +16,20 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from vllm_mtpc.checkpoint.locate import CONFIG_FILE, U_EMBED_FILE, WEIGHTS_FILE, head_method, require_weights
+from vllm_mtpc.checkpoint.old_format import upgrade_config, upgrade_tensors
 from vllm_mtpc.config.base import AnyHeadConfig
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import CheckpointError, validate
 from vllm_mtpc.families import FAMILIES
 from vllm_mtpc.files import MAX_INDEX, open_tensors, read_json
-from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.adapters import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, MODULES, Adapters
-from vllm_mtpc.heads.base import Head
+from vllm_mtpc.heads.head import Head, build_head
 
 ADAPTER_FILES = (ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE)
 # By dtype: integers of its size, and the bits of the exponent, which NaN and infinity have all.
 FLOATS = {torch.float16: (torch.int16, 0x7C00), torch.bfloat16: (torch.int16, 0x7F80),
           torch.float32: (torch.int32, 0x7F800000)}  # fmt: skip
+MAPS = {"d2t": (torch.int64,), "t2d": (torch.bool,)}  # of a draft vocabulary
 INDEX_FILE = "model.safetensors.index.json"  # of a model's folder with several weight files
 # Metadata of the head's weight file. It detects a save that was interrupted between the files of one head.
 ADAPTER_DIGEST = "adapter_sha256"
@@ -56,7 +57,8 @@ class AdapterConfig(BaseModel):
 def read_config(folder: Path) -> AnyHeadConfig:
     """Read and validate the config of a head folder; raises CheckpointError without one, or HeadConfigError."""
     method = head_method(folder) or next(iter(FAMILIES))  # the first family's config rejects an unknown method
-    return FAMILIES[method].config.parse(read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE))
+    values = upgrade_config(read_json(folder / CONFIG_FILE), folder)
+    return FAMILIES[method].config.parse(values, str(folder / CONFIG_FILE))
 
 
 def read_circuit_config(folder: Path) -> HeadConfig:
@@ -91,7 +93,7 @@ def load_head(
     """Load an MtPC head, with parameters of `dtype` on `device`.
 
     Returns:
-        The config, and the head in eval mode without gradients. One with `needs_lm_head` must be bound to its target.
+        The config, and the head in eval mode without gradients. It must be bound to its target (`hf.bind`).
         Draft layers are checked; `read_adapters` returns them.
 
     Raises:
@@ -103,17 +105,38 @@ def load_head(
     tensors, _ = _read_head(folder, config)
     with torch.device("meta"):
         head = build_head(config)
-    head.load_state_dict({name: tensor.to(device, dtype) for name, tensor in tensors.items()}, assign=True)
+    tensors = {
+        name: tensor.to(device, dtype if tensor.is_floating_point() else None) for name, tensor in tensors.items()
+    }
+    head.load_state_dict(tensors, assign=True)
     return config, head.eval().requires_grad_(False)
 
 
 def _read_head(folder: Path, config: HeadConfig) -> tuple[dict[str, Tensor], Adapters | None]:
     file = require_weights(folder, WEIGHTS_FILE)
     with torch.device("meta"):
-        expected = shapes_of(build_head(config).state_dict())
-    source = f"{CONFIG_FILE}: circuit, window, num_components, vocab_size, ..."
-    tensors = read_tensors(file, lambda shapes: check_shapes(file, shapes, expected, source))
+        head = build_head(config)
+    expected, source = shapes_of(head.state_dict()), f"{CONFIG_FILE}: circuit, trunk, leaves, window, ..."
+    sees_first = head.trunk.sees_first
+
+    # shapes are checked before a tensor is read, also of a head that an earlier release wrote
+    def check(shapes: Shapes) -> None:
+        meta = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        check_shapes(file, shapes_of(upgrade_tensors(meta, sees_first)), expected, source)
+
+    tensors = upgrade_tensors(read_tensors(file, check), sees_first)
+    if config.draft_vocab_size:
+        check_vocabulary(file, tensors["d2t"], tensors["t2d"])
     return tensors, read_adapters(folder, config) if config.lora_layers else None
+
+
+def check_vocabulary(file: Path, d2t: Tensor, t2d: Tensor) -> None:
+    """Raise CheckpointError unless d2t are offsets of rising ids below V, and t2d is true at these ids alone."""
+    ids = d2t + torch.arange(len(d2t))
+    is_rising = bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < len(t2d)
+    if not is_rising or not torch.equal(t2d.nonzero()[:, 0], ids):
+        reason = "t2d is not true exactly at the ids of d2t" if is_rising else "ids of d2t must rise, below vocab_size"
+        raise CheckpointError(f"{file}: d2t and t2d are not one draft vocabulary ({reason}); train or copy it again")
 
 
 def read_tensors(file: Path, check: Callable[[Shapes], None]) -> dict[str, Tensor]:
@@ -125,7 +148,7 @@ def read_tensors(file: Path, check: Callable[[Shapes], None]) -> dict[str, Tenso
     with open_tensors(file) as handle:
         names = sorted(handle.keys())
         check({name: tuple(handle.get_slice(name).get_shape()) for name in names})
-        return {name: check_values(file, name, handle.get_tensor(name)) for name in names}
+        return {name: check_values(file, name, handle.get_tensor(name), MAPS.get(name, FLOATS)) for name in names}
 
 
 def check_values(file: Path, name: str, tensor: Tensor, dtypes: Collection[torch.dtype] = FLOATS) -> Tensor:
@@ -133,6 +156,8 @@ def check_values(file: Path, name: str, tensor: Tensor, dtypes: Collection[torch
     if tensor.dtype not in dtypes:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise CheckpointError(f"{file}: tensor {name!r} is {tensor.dtype}; allowed: {allowed}")
+    if tensor.dtype == torch.bool:
+        return tensor
     # by numpy: on a GPU vLLM forks the engine, which would wait for ever for threads that PyTorch starts here
     integers, exponent = FLOATS.get(tensor.dtype, (tensor.dtype, -1))  # -1: integers, which are finite
     if (tensor.contiguous().view(integers).numpy() & exponent).max(initial=0) == exponent:

@@ -21,7 +21,7 @@ from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.files import replacing
 from vllm_mtpc.heads.adapters import Adapters
-from vllm_mtpc.heads.base import Head
+from vllm_mtpc.heads.head import Head
 
 
 def save_head(
@@ -59,7 +59,8 @@ def save_head(
 
 def to_save(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Return contiguous copies on the CPU in `dtype`. Raises CheckpointError for a tensor that is not finite then."""
-    tensors = {name: value.detach().to("cpu", dtype).contiguous() for name, value in tensors.items()}
+    tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    tensors = {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()}
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
             raise CheckpointError(

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 from vllm_mtpc.errors import HeadConfigError
 
 if TYPE_CHECKING:
-    from vllm_mtpc.circuits.base import Circuit, CircuitParams, FilterState, Latents
+    from vllm_mtpc.circuits.base import Circuit, CircuitParams, DraftVocabulary, FilterState, Latents
 
-__all__ = ["CIRCUITS", "Circuit", "CircuitParams", "FilterState", "Latents", "circuit_class", "get_circuit"]
+__all__ = [
+    "CIRCUITS", "Circuit", "CircuitParams", "DraftVocabulary", "FilterState", "Latents", "circuit_class", "get_circuit",
+]  # fmt: skip
 
 CIRCUITS = {  # paths, not classes: help texts name circuits without importing torch
     "ff": "vllm_mtpc.circuits.ff:FullyFactorised",

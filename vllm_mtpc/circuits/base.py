@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_mtpc.errors import HeadConfigError
@@ -27,17 +28,45 @@ MAX_WINDOW = 256
 TINY = torch.finfo(torch.float32).tiny
 
 
-class CircuitParams(NamedTuple):
-    """Normalised float32 log probabilities of B circuits; positions without a leaf are marginalised."""
+class DraftVocabulary(NamedTuple):
+    """The ids that leaves have columns for; q is 0 for all others."""
 
-    leaf: Tensor  # [B, m, r, V], log-softmax over V
+    ids: Tensor  # [columns] int64, of the target, rising
+    columns: Tensor  # [V] int64, of each id; -1: none
+
+    @classmethod
+    def of(cls, ids: Tensor, vocab_size: int) -> DraftVocabulary:
+        """Return the vocabulary of these ids."""
+        columns = torch.full((vocab_size,), -1, dtype=torch.int64, device=ids.device)
+        columns[ids] = torch.arange(len(ids), device=ids.device)
+        return cls(ids, columns)
+
+    def find(self, tokens: Tensor) -> Tensor:
+        """Return the columns of ids; -1 for ids outside and for -1."""
+        return self.columns[tokens.clamp(min=0)].masked_fill(tokens < 0, -1)
+
+
+class CircuitParams(NamedTuple):
+    """Normalised float32 log probabilities of B circuits; positions without a leaf are marginalised.
+
+    With a vocabulary V is the number of its columns. Tokens are always ids of the target; an id outside has
+    probability 0, and later positions are not conditioned on it.
+    """
+
+    leaf: Tensor  # [B, m, r, V], log-softmax over V, from position `skip` on
     root: Tensor  # [B, r], log-softmax
     inner: Tensor  # [B, F, r, r], rows [.., z, :] = log p(z' | z); F = Circuit.num_inner
     bigram: Bigram | None = None  # added to the leaves from the second position on, which are then normalised again
+    skip: int = 0  # positions without a leaf before the first
+    vocabulary: DraftVocabulary | None = None  # of the leaves; None: the target's
 
     def each(self, change: Callable[[Tensor], Tensor]) -> CircuitParams:
         """Return the parameters with `change` applied to every tensor that has a batch dimension."""
-        return CircuitParams(change(self.leaf), change(self.root), change(self.inner), self.bigram)
+        return self._replace(leaf=change(self.leaf), root=change(self.root), inner=change(self.inner))
+
+    def columns_of(self, tokens: Tensor) -> Tensor:
+        """Return the columns of tokens; -1 for those without one."""
+        return tokens if self.vocabulary is None else self.vocabulary.find(tokens)
 
 
 class FilterState(NamedTuple):
@@ -114,11 +143,12 @@ class Circuit(ABC):
         Raises:
             ValueError: the leaf is conditioned on a token that was marginalised.
         """
+        leaf = params.leaf[:, k - params.skip]
         if params.bigram is None or k == 0:
-            return params.leaf[:, k]
+            return leaf
         _check_known(state.last)
         assert state.last is not None
-        return (params.leaf[:, k] + params.bigram.bias(k - 1, state.last)[:, None]).log_softmax(dim=-1)
+        return (leaf + params.bigram.bias(k - 1, state.last)[:, None]).log_softmax(dim=-1)
 
     def next_log_probs(self, params: CircuitParams, state: FilterState, k: int) -> Tensor:
         """Return log q(x_k = . | observed tokens), [B, V]; arguments as in `leaf_at` (MtPC, eq. 7)."""
@@ -128,24 +158,29 @@ class Circuit(ABC):
         """Return the state at position k + 1 after x_k = token [B] int64 (-1: marginalised); the last state stays."""
         if k == self.window - 1:
             return state
-        evidence = evidence_of(self.leaf_at(params, state, k)[:, None], token[:, None])[:, 0]
+        evidence = torch.zeros_like(state.weights)
+        if k >= params.skip:
+            evidence = evidence_of(self.leaf_at(params, state, k)[:, None], params.columns_of(token)[:, None])[:, 0]
         weights, stack = naive.advance(self.program[k + 1], state.weights, state.stack, evidence, params.inner)
         return FilterState(weights, stack, token)
 
     def conditional_log_probs(self, params: CircuitParams, tokens: Tensor) -> Tensor:
         """Return log q(x_k | x_<k) [B, m] along tokens [B, m] int64, m <= n; 0 at -1, which marginalises a position.
 
+        -inf at a token outside the vocabulary.
+
         Raises:
             ValueError: a token follows a marginalised one and its leaf is conditioned on that.
         """
         evidence = _evidence_along(params, tokens)
         weights = filter_weights(self.program, evidence, params.root, params.inner)
-        return torch.logsumexp(weights + evidence, dim=-1)
+        log_q = torch.logsumexp(weights + evidence, dim=-1)
+        return log_q.masked_fill(_is_outside(params, tokens), -torch.inf)
 
     def log_prob(self, params: CircuitParams, tokens: Tensor) -> Tensor:
         """Return log q(tokens) [B] by one upward pass; arguments and errors as in `conditional_log_probs`."""
         root, _ = self.multiply(params.root, params.inner, _evidence_along(params, tokens))
-        return root.logsumexp(dim=-1)
+        return root.logsumexp(dim=-1).masked_fill(_is_outside(params, tokens).any(1), -torch.inf)
 
     def multiply(self, root: Tensor, inner: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sums of the circuit times prod_k exp(scores[k, z]), z the latent of token k, by one upward pass.
@@ -185,11 +220,12 @@ class Circuit(ABC):
     def _decode(self, params: CircuitParams, prefix: Tensor | None, pick: Callable[[Tensor], Tensor]) -> Tensor:
         state = self.start(params)
         columns: list[Tensor] = []
-        for k in range(params.leaf.shape[1]):
+        for k in range(params.skip + params.leaf.shape[1]):
             if prefix is not None and k < prefix.shape[1]:
                 columns.append(prefix[:, k])
             else:
-                columns.append(pick(self.next_log_probs(params, state, k)))
+                picked = pick(self.next_log_probs(params, state, k))
+                columns.append(picked if params.vocabulary is None else params.vocabulary.ids[picked])
             state = self.observe(params, state, k, columns[-1])
         return torch.stack(columns, dim=1)
 
@@ -200,7 +236,9 @@ def evidence_of(leaf: Tensor, tokens: Tensor) -> Tensor:
     return leaf.gather(3, index)[..., 0].masked_fill((tokens < 0).unsqueeze(-1), 0.0)
 
 
-def condition_on_before(evidence: Tensor, leaf: Tensor, biases: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def condition_on_before(
+    evidence: Tensor, leaf: Tensor, biases: Tensor, tokens: Tensor, params: CircuitParams
+) -> tuple[Tensor, Tensor]:
     """Return the evidence along tokens where leaves are conditioned on the token before; normaliser: a matrix product.
 
     Args:
@@ -208,6 +246,7 @@ def condition_on_before(evidence: Tensor, leaf: Tensor, biases: Tensor, tokens: 
         leaf: [B, m - 1, r, V], probabilities p(x_k | z) from the second position on.
         biases: [B, m - 1, V], added to their logarithms.
         tokens: [B, m] int64; -1 marginalises a position.
+        params: whose vocabulary the leaves have.
 
     Returns:
         The evidence [B, m, r], and the log-normalisers [B, m - 1, r].
@@ -215,22 +254,37 @@ def condition_on_before(evidence: Tensor, leaf: Tensor, biases: Tensor, tokens: 
     Raises:
         ValueError: a token follows a marginalised one.
     """
-    known = tokens[:, 1:] >= 0
-    _check_known(tokens[:, :-1].masked_fill(~known, 0))
+    _check_known(tokens[:, :-1].masked_fill(tokens[:, 1:] < 0, 0))
+    columns = params.columns_of(tokens[:, 1:])
+    known = columns >= 0
     top = biases.detach().amax(dim=-1, keepdim=True)  # [B, m - 1, 1]
     norms = (leaf @ (biases - top).exp().unsqueeze(-1))[..., 0].clamp(min=TINY).log() + top
-    added = biases.gather(2, tokens[:, 1:].clamp(min=0)[..., None]) - norms
+    added = biases.gather(2, columns.clamp(min=0)[..., None]) - norms
     later = evidence[:, 1:] + added.masked_fill(~known[..., None], 0.0)
     return torch.cat([evidence[:, :1], later], dim=1), norms
 
 
 def _evidence_along(params: CircuitParams, tokens: Tensor) -> Tensor:
-    """Return log p(x_k | z, x_(k-1)) [B, m, r] along tokens [B, m]; 0 where x_k is -1."""
-    evidence = evidence_of(params.leaf[:, : tokens.shape[1]], tokens)  # a gather per position costs a gradient each
+    """Return log p(x_k | z, x_(k-1)) [B, m, r] along tokens [B, m]; 0 where x_k is -1 or has no column."""
+    evidence, leaf = evidence_with_skipped(params, tokens)
     if params.bigram is None or tokens.shape[1] == 1:
         return evidence
     biases = params.bigram.biases(tokens[:, :-1])
-    return condition_on_before(evidence, params.leaf[:, 1 : tokens.shape[1]].exp(), biases, tokens)[0]
+    return condition_on_before(evidence, leaf[:, 1 - params.skip :].exp(), biases, tokens, params)[0]
+
+
+def evidence_with_skipped(params: CircuitParams, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log p(x_k | z) [B, m, r] without a bigram along tokens [B, m], and the leaves [B, m - skip, r, V]."""
+    leaf = params.leaf[:, : tokens.shape[1] - params.skip]
+    # One gather for all positions: one per position costs a full-size gradient of the leaves each.
+    return F.pad(evidence_of(leaf, params.columns_of(tokens[:, params.skip :])), (0, 0, params.skip, 0)), leaf
+
+
+def _is_outside(params: CircuitParams, tokens: Tensor) -> Tensor:
+    """Return where tokens [B, m] have a leaf without a column for them."""
+    is_outside = (params.columns_of(tokens) < 0) & (tokens >= 0)
+    is_outside[:, : params.skip] = False
+    return is_outside
 
 
 def _check_known(before: Tensor | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_mtpc.circuits.base import TINY, Circuit, CircuitParams, condition_on_before, evidence_of
+from vllm_mtpc.circuits.base import TINY, Circuit, CircuitParams, condition_on_before, evidence_with_skipped
 from vllm_mtpc.kernels.filter import filter_weights
 
 
@@ -18,21 +18,23 @@ def conditionals(circuit: Circuit, params: CircuitParams, tokens: Tensor) -> Ten
         tokens: [B, m] int64, m <= n; -1 marginalises a position for the later ones.
 
     Returns:
-        [B, m, V] float32. Without a bigram no value is below the logarithm of the smallest normal float32 (-87.3).
+        [B, m - skip, V] float32, of the positions that have a leaf. Without a bigram no value is below the logarithm
+        of the smallest normal float32 (-87.3).
 
     Raises:
         ValueError: a token follows a marginalised one and its leaf is conditioned on that.
     """
-    leaf = params.leaf[:, : tokens.shape[1]]
-    # One gather for all positions: one per position costs a full-size gradient of the leaves each.
-    evidence, leaf, biases = evidence_of(leaf, tokens), leaf.exp(), None  # evidence [B, m, r]
+    evidence, leaf = evidence_with_skipped(params, tokens)  # [B, m, r]
+    leaf, biases = leaf.exp(), None
     if params.bigram is not None and tokens.shape[1] > 1:
         biases = params.bigram.biases(tokens[:, :-1])  # [B, m - 1, V]
-        evidence, norms = condition_on_before(evidence, leaf[:, 1:], biases, tokens)
+        evidence, norms = condition_on_before(evidence, leaf[:, 1 - params.skip :], biases, tokens, params)
     weights = filter_weights(circuit.program, evidence, params.root, params.inner)
     if biases is not None:
         weights = torch.cat([weights[:, :1], weights[:, 1:] - norms], dim=1)
     # A mixture as a product of matrices: several times faster than logsumexp over [B, m, r, V], and backward too.
-    mixture = weights.exp()[:, :, None]  # [B, m, 1, r]
+    mixture = weights[:, params.skip :].exp()[:, :, None]  # [B, m - skip, 1, r]
     log_q = (mixture @ leaf)[:, :, 0].clamp(min=TINY).log()
-    return log_q if biases is None else torch.cat([log_q[:, :1], log_q[:, 1:] + biases], dim=1)
+    if biases is None:
+        return log_q
+    return log_q + biases if params.skip else torch.cat([log_q[:, :1], log_q[:, 1:] + biases], dim=1)

@@ -14,12 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from typing_extensions import TypedDict
 
 from vllm_mtpc.errors import HeadConfigError, validate
-from vllm_mtpc.heads import MAX_LIST, MAX_WIDTH
+from vllm_mtpc.heads.sections import MAX_LIST, MAX_WIDTH
 
 if TYPE_CHECKING:
     from typing import Self
 
-FORMAT_VERSION = 2
 SPECULATORS_VERSION = "0.9.0"  # of the package whose schema the file follows
 
 Size = Annotated[int, Field(ge=1, le=2**31)]
@@ -77,6 +76,7 @@ class AnyHeadConfig(Strict):
     """Base of all families: speculators' fields, sizes of the target, sampling of the training text."""
 
     architecture: ClassVar[str]  # a family's name for its heads
+    version: ClassVar[int] = 2  # of the family's format
     target_sizes: ClassVar[tuple[str, ...]] = ("vocab_size", "hidden_size")  # required in a target's config
 
     architectures: list[str] = Field(max_length=MAX_LIST, description="The head's class, as speculators names it.")
@@ -132,7 +132,7 @@ class AnyHeadConfig(Strict):
         for size in cls.target_sizes:
             if sizes.get(size) is None:
                 raise HeadConfigError(f"the target's config has no {size}; pass the config of its language model")
-        given = {name: value for name, value in given.items() if value is not None}
+        given = cls.complete(sizes, {name: value for name, value in given.items() if value is not None})
         method = get_args(cls.model_fields["speculators_model_type"].annotation)[0]
         drafts = max(1, window - 1) if num_speculative_tokens is None else num_speculative_tokens
         return cls.parse(
@@ -149,7 +149,7 @@ class AnyHeadConfig(Strict):
                 "transformer_layer_config": {
                     key: sizes[key] for key in TargetSizes.__annotations__ if type(sizes.get(key)) in (int, str)
                 },
-                "format_version": FORMAT_VERSION,
+                "format_version": cls.version,
                 "window": window,
                 "vocab_size": sizes["vocab_size"],
                 "hidden_size": sizes["hidden_size"],
@@ -167,6 +167,11 @@ class AnyHeadConfig(Strict):
         raise NotImplementedError
 
     @classmethod
+    def complete(cls, target: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+        """Return `given` with whole sections; `target` is the target's config."""
+        return given
+
+    @classmethod
     def parse(cls, values: Any, source: str = "head config") -> Self:
         """Validate the content of a `config.json`. Raises HeadConfigError, in one line that starts with `source`."""
         if not isinstance(values, dict):
@@ -175,8 +180,8 @@ class AnyHeadConfig(Strict):
             raise HeadConfigError(
                 f"{source}: not a head's config (key 'speculators_model_type' is missing); name a head folder"
             )
-        if (version := values.get("format_version", FORMAT_VERSION)) != FORMAT_VERSION:
-            remedy = f"allowed: {FORMAT_VERSION}; install the vllm_mtpc that wrote the head"
+        if (version := values.get("format_version", cls.version)) != cls.version:
+            remedy = f"allowed: {cls.version}; install the vllm_mtpc that wrote the head"
             raise HeadConfigError(f"{source}: format_version = {version!r}: {remedy}")
         return validate(cls, values, HeadConfigError, f"{source}: ")
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from vllm_mtpc.config.base import AnyHeadConfig
-from vllm_mtpc.heads import MAX_WIDTH
+from vllm_mtpc.heads.sections import MAX_WIDTH
 
 MAX_WINDOW = 256
 LATE_OPTIONS = ("late_width", "distribution_trust")  # options of variant late alone

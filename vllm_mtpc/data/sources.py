@@ -221,8 +221,7 @@ def encode_chat(
         raise UsageError("the target has no chat template for messages; give text, or prompt_ids and response_ids")
     if not messages or not is_chat(messages):
         raise UsageError('messages must be a list of {"role": ..., "content": ...} of one message or more')
-    special = {*tokenizer.all_special_ids, *(i for i, one in tokenizer.added_tokens_decoder.items() if one.special)}
-    documents = []
+    special, documents = special_ids(tokenizer), []
     for turn in [index for index, message in enumerate(messages) if message["role"] == "assistant"]:
         prompt = chat_prompt(messages[:turn], tokenizer)
         tokens, begin = chat_prompt(messages[: turn + 1], tokenizer, prompt=False), len(prompt)
@@ -244,6 +243,11 @@ def encode_chat(
     return [(whole, list(map(any, zip_longest(*(trained for _, trained in documents)))))]
 
 
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the ids of the special tokens, also of those without a role."""
+    return {*tokenizer.all_special_ids, *(i for i, one in tokenizer.added_tokens_decoder.items() if one.special)}
+
+
 def is_chat(messages: object) -> bool:
     """Return whether these are messages with a role each."""
     return isinstance(messages, list) and all(isinstance(turn, dict) and "role" in turn for turn in messages)
@@ -256,9 +260,14 @@ def chat_prompt(
 
     Raises UsageError, which starts with `origin`, if the template refuses the messages.
     """
-    how: dict[str, Any] = {"tokenize": True, "return_dict": True, "add_generation_prompt": prompt}
+    how = {"tokenize": True, "return_dict": True, "add_generation_prompt": prompt}
+    return list(render_chat(messages, tokenizer, origin, **how)["input_ids"])
+
+
+def render_chat(messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, origin: str, **how: Any) -> Any:
+    """Return what `apply_chat_template` returns; raises UsageError as `chat_prompt`."""
     try:
-        return list(tokenizer.apply_chat_template(list(messages), **how)["input_ids"])
+        return tokenizer.apply_chat_template(list(messages), **how)
     except Exception as error:  # templates are programs that raise any exception
         raise UsageError(
             f"{origin}the chat template refuses the messages: {first_line(error)}; correct them, or give text or "

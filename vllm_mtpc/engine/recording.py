@@ -26,7 +26,7 @@ from vllm_mtpc.engine.process import engine_environment
 from vllm_mtpc.engine.served import OWN_SAMPLING
 from vllm_mtpc.engine.server import PROGRAM, VllmServer
 from vllm_mtpc.errors import EngineFailed, UsageError
-from vllm_mtpc.heads.hosted import DRAFTER
+from vllm_mtpc.heads.trunk.drafter import DRAFTER
 
 ATTEMPTS = 3
 IN_FLIGHT = 256  # requests at the engine

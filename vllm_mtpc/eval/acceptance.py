@@ -19,12 +19,13 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from vllm_mtpc.circuits import DraftVocabulary
 from vllm_mtpc.circuits.conditionals import conditionals
 from vllm_mtpc.eval.metrics import StepMetrics, check_drafts, step_starts
 from vllm_mtpc.eval.text import Samples, Sampling
-from vllm_mtpc.heads.hosted import WindowStatesHead
+from vllm_mtpc.heads.head import Head
 from vllm_mtpc.hf import Target
 
 BATCH_ELEMENTS = 2**26  # float32 values of the leaves of one batch: 256 MiB
@@ -37,7 +38,8 @@ class Metrics(StepMetrics):
     anywhere: float  # expected tokens of a step started at a uniformly chosen position
     contexts: int
     target_bits: float  # per token of the text, under the target at temperature 1
-    joint_bits: float  # per token, under the circuit's joint over the window
+    joint_bits: float | None  # per token, under the circuit's joint over the window; None: with a draft vocabulary
+    coverage: float  # share of the drafted positions' tokens that have a column
     bytes_per_token: float | None  # of the text; None where its tokenizer is not known
 
 
@@ -49,19 +51,21 @@ class Contexts:
     overlap: Tensor  # [S, T, K] the same with the last factor averaged over the target's distribution
     valid: Tensor  # [S, T] bool
     target_nats: Tensor  # [S, T] -log p(x_1), temperature 1
-    joint_nats: Tensor  # [S, T] -log q(x_1..x_(1+K)), temperature 1; x_1 by the target where a head is given it
+    joint_nats: Tensor  # [S, T] -log q(x_1..x_(1+K)), temperature 1; x_1 by the target where the trunk has seen it
+    covered: Tensor  # [S, T] 1 where x_2 has a column
     bytes_per_token: float | None = None
 
 
-def along_text(head: nn.Module, hidden: Tensor, tokens: Tensor) -> Tensor:
-    """Return log q [B, m, V], the distributions of drafts along tokens[B, m]."""
-    params = head(hidden.to(next(head.parameters()).dtype), tokens.shape[1])  # in the head's dtype, as in serving
-    return conditionals(head.circuit, params, tokens)
+def along_text(head: Head, read: Tensor, tokens: Tensor) -> Tensor:
+    """Return log q [B, m - 1, columns] of drafts along tokens [B, m]; `read`: `hidden` of `Trunk.forward`."""
+    params = head(read.to(head.hidden_dtype), tokens[:, 0], tokens.shape[1])  # in the head's dtype, as in serving
+    log_q = conditionals(head.circuit, params, tokens)
+    return log_q[:, 1 - params.skip :]
 
 
 @torch.inference_mode()
 def collect(
-    head: nn.Module, target: Target, samples: Samples, sampling: Sampling, num_drafts: int | None = None
+    head: Head, target: Target, samples: Samples, sampling: Sampling, num_drafts: int | None = None
 ) -> Contexts:
     """Compute the acceptance at every position where a server may start a step (``Samples.starts``)."""
     m = 1 + check_drafts(head.circuit.window, num_drafts, head.circuit.window - 1)  # positions a step looks at
@@ -73,46 +77,57 @@ def collect(
     for row, position in zip(rows.split(batch), (first[rows] + columns).split(batch), strict=True):
         at = position[:, None] + torch.arange(m)
         tokens, states = samples.tokens[row[:, None], at + 1].to(target.device), samples.hidden[row[:, None], at]
-        read = samples.read[row, position].to(target.device)
-        log_q = along_text(head, read, tokens)
-        found = _at_contexts(log_q, target, states.to(target.device), tokens, sampling)
-        if isinstance(head, WindowStatesHead):  # conditioned on x_1: its first distribution is constant
-            found[:, -1] += found[:, -2] - math.log(target.vocab_size)
-        pieces.append(found.cpu())
-    values = torch.cat(pieces)  # [contexts, 2 K + 2]
+        log_q = along_text(head, samples.read[row, position].to(target.device), tokens)
+        pieces.append(_at_contexts(log_q, target, states.to(target.device), tokens, sampling, head.vocabulary).cpu())
+    values = torch.cat(pieces)  # [contexts, 2 K + 3]
 
     def spread(part: Tensor) -> Tensor:
         filled = torch.zeros(*valid.shape, *part.shape[1:], dtype=torch.float64)
         filled[rows, columns] = part.double()
         return filled
 
-    text, overlap = spread(values[:, : m - 1]), spread(values[:, m - 1 : -2])
-    return Contexts(text, overlap, valid, spread(values[:, -2]), spread(values[:, -1]), samples.bytes_per_token)
+    text, overlap = spread(values[:, : m - 1]), spread(values[:, m - 1 : -3])
+    nats, joint, covered = map(spread, values[:, -3:].unbind(1))
+    return Contexts(text, overlap, valid, nats, joint, covered, samples.bytes_per_token)
 
 
-def _at_contexts(log_q: Tensor, target: Target, states: Tensor, tokens: Tensor, sampling: Sampling) -> Tensor:
-    """Return [B, 2 K + 2]: K products along the text, K with the last factor averaged, nats of x_1, nats of x_1..x_m.
+def _at_contexts(
+    log_q: Tensor,
+    target: Target,
+    states: Tensor,
+    tokens: Tensor,
+    sampling: Sampling,
+    vocabulary: DraftVocabulary | None,
+) -> Tensor:
+    """Return [B, 2 K + 3]: K products along the text, K with the last factor averaged, nats of x_1, nats, coverage.
 
-    log_q[B, m, V]: of a head along tokens[B, m]; states[B, m, D]: of the target, which predict these tokens.
+    Args:
+        log_q: [B, K, columns], of a head along tokens.
+        states: [B, m, D], of the target, which predict tokens.
+        tokens: [B, m].
+        vocabulary: of the columns.
     """
     nats = -target.logits(states[:, 0]).log_softmax(-1).gather(-1, tokens[:, :1])
-    joint = -log_q.gather(-1, tokens[..., None]).sum((1, 2))[:, None]
-    log_q, drafts = log_q[:, 1:], tokens[:, 1:]
+    drafts = tokens[:, 1:]
+    columns = drafts if vocabulary is None else vocabulary.find(drafts)
+    chosen, is_inside = columns.clamp(min=0)[..., None], columns >= 0
+    joint = nats - (log_q.gather(-1, chosen)[..., 0] * is_inside).sum(1, keepdim=True)
     if sampling.greedy:
-        factor = average = (log_q.argmax(-1) == drafts).float()  # [B, K]
+        factor = average = ((log_q.argmax(-1) == columns) & is_inside).float()  # [B, K]
     else:
         log_p, log_q = sampling.log_probs(target.logits(states[:, 1:])), sampling.draft_log_probs(log_q)
-        chosen = drafts[..., None]
-        factor = (log_q.gather(-1, chosen) - log_p.gather(-1, chosen))[..., 0].clamp(max=0).exp()
+        log_p = log_p if vocabulary is None else log_p[..., vocabulary.ids]
+        factor = (log_q.gather(-1, chosen) - log_p.gather(-1, chosen))[..., 0].clamp(max=0).exp() * is_inside
         average = torch.minimum(log_p, log_q).exp().sum(-1).clamp(max=1)
     text = factor.cumprod(-1)
     before = torch.cat([torch.ones_like(text[:, :1]), text[:, :-1]], -1)
-    return torch.cat([text, before * average, nats, joint], -1)
+    return torch.cat([text, before * average, nats, joint, is_inside[:, :1].to(nats)], -1)
 
 
 def summarise(contexts: Contexts, overlap: bool = True) -> Metrics:
     """Return the metrics of all texts; ``overlap=False``: given the texts, as a server that wrote them counts."""
     alive, count = contexts.overlap if overlap else contexts.text, int(contexts.valid.sum())
+    coverage = contexts.covered.sum().item() / count
     nats_to_bits = 1 / (math.log(2) * count)
     return Metrics.of(
         step_starts(contexts.text, contexts.valid),
@@ -120,6 +135,7 @@ def summarise(contexts: Contexts, overlap: bool = True) -> Metrics:
         anywhere=1 + alive.sum().item() / count,
         contexts=count,
         target_bits=contexts.target_nats.sum().item() * nats_to_bits,
-        joint_bits=contexts.joint_nats.sum().item() * nats_to_bits / (1 + alive.shape[-1]),
+        joint_bits=None if coverage < 1 else contexts.joint_nats.sum().item() * nats_to_bits / (1 + alive.shape[-1]),
+        coverage=coverage,
         bytes_per_token=contexts.bytes_per_token,
     )

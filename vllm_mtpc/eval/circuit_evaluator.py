@@ -18,10 +18,8 @@ from vllm_mtpc.eval.acceptance import Contexts, Metrics, collect, summarise
 from vllm_mtpc.eval.evaluator import Diagnosis, Evaluator, Requests
 from vllm_mtpc.eval.metrics import exact_counts, shown_shares, shown_tokens, step_starts
 from vllm_mtpc.eval.text import Samples, Sampling, with_backbone, with_draft_layers, with_drafter
-from vllm_mtpc.heads.adapters import LoraDraftLayers
-from vllm_mtpc.heads.backbone import BackboneHead
-from vllm_mtpc.heads.base import Head
-from vllm_mtpc.heads.hosted import HostedHead
+from vllm_mtpc.heads.head import Head
+from vllm_mtpc.heads.trunk.lora import LoraDraftLayers
 from vllm_mtpc.hf import Target, bind
 
 
@@ -70,7 +68,8 @@ class MtpcEvaluator(Evaluator):
 
     def title(self, num_drafts: int) -> str:
         config = self.config
-        return f"{self.folder}: {config.circuit}, n={config.window}, r={config.num_components}, K={num_drafts} drafts"
+        parts = f"{config.trunk.kind} x {config.leaves.kind} x {config.circuit.kind}"
+        return f"{self.folder}: {parts}, n={config.window}, r={config.num_components}, K={num_drafts} drafts"
 
     def rows(self, result: Evaluation) -> dict[str, str]:
         expected = result.expected
@@ -80,7 +79,8 @@ class MtpcEvaluator(Evaluator):
             "  from any position": f"{expected.anywhere:.3f}",
             "acceptance per position": shown_shares(expected.per_position),
             "bits per token, target": f"{expected.target_bits:.3f}",
-            "bits per token, circuit's joint": f"{expected.joint_bits:.3f}",
+            "bits per token, circuit's joint": "-" if expected.joint_bits is None else f"{expected.joint_bits:.3f}",
+            "tokens in the draft vocabulary": f"{expected.coverage:.2%}",
             "texts, contexts": f"{expected.sequences}, {expected.contexts:,}",
         }
 
@@ -92,9 +92,10 @@ class MtpcEvaluator(Evaluator):
         return Diagnosis(served, predicted, noise_given_text(contexts), chain)
 
     def _read(self, samples: Samples) -> Samples:
-        if isinstance(self.head, BackboneHead):
-            return with_backbone(samples, self.head, self.target)
-        if isinstance(self.head, HostedHead):
+        """Add the states that the trunk does not compute from h and x_1 alone."""
+        if self.config.trunk.kind == "backbone":
+            return with_backbone(samples, self.head.trunk, self.target)
+        if self.config.trunk.kind == "drafter":
             return with_drafter(samples, self.target)
         return samples if self.draft_layers is None else with_draft_layers(samples, self.draft_layers)
 

@@ -202,7 +202,7 @@ def load(
     """Load a head and its target, which computes in ``dtype``; ``engine``: options of a target that vLLM must run."""
     (folder, config), on = resolve(name), choose_device(device)
     target_dtype, target = dtype if dtype == "auto" else getattr(torch, dtype), target_of(folder, config, target)
-    family, hosted = FAMILIES[config.speculators_model_type].evaluator, getattr(config, "drafter", None)
+    family, hosted = FAMILIES[config.speculators_model_type].evaluator, getattr(config, "hosted", None)
     needs_modules = family.needs_modules or getattr(config, "lora_layers", 0)
     if hosted or (not needs_modules and must_be_served(target_config(target), engine or {})):
         drafter = hosted.serving(folder) if hosted else None

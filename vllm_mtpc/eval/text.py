@@ -12,12 +12,12 @@ from torch.nn.utils.rnn import pad_sequence
 from vllm_mtpc.data.sources import Documents
 from vllm_mtpc.engine.served_target import ServedTarget
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.heads.adapters import LoraDraftLayers
-from vllm_mtpc.heads.backbone import BackboneHead
-from vllm_mtpc.heads.hosted import DRAFTER
 from vllm_mtpc.heads.ptp.distribution import processed
+from vllm_mtpc.heads.trunk.backbone import BackboneTrunk
+from vllm_mtpc.heads.trunk.base import document_positions
+from vllm_mtpc.heads.trunk.drafter import DRAFTER
+from vllm_mtpc.heads.trunk.lora import LoraDraftLayers
 from vllm_mtpc.hf import Session, Target
-from vllm_mtpc.hf.attention import document_positions
 
 GREEDY_BELOW = 1e-5  # vLLM's own threshold
 
@@ -230,19 +230,19 @@ def join(pieces: Sequence[Samples], target: Target | None = None) -> Samples:
 
 
 @torch.inference_mode()
-def with_backbone(samples: Samples, head: BackboneHead, target: Target, batch: int = 8) -> Samples:
+def with_backbone(samples: Samples, trunk: BackboneTrunk, target: Target, batch: int = 8) -> Samples:
     """Add the states [S, L - 1, n, D] of a backbone after every token, conditioned on the next one as x_1."""
     pieces = []
     for tokens in samples.tokens.clamp(min=0).to(target.device).split(batch):
         document = torch.zeros_like(tokens[:, :-1])
-        aux = target.hidden_with(head.aux_layers, tokens[:, :-1])[..., : -target.hidden_size]
-        context = head.context(aux, document_positions(document), document)
+        aux = target.hidden_with(trunk.aux_layers, tokens[:, :-1])[..., : -target.hidden_size]
+        context = trunk.context(aux, document_positions(document), document)
         rows, length = document.shape
-        parts, size = [], max(1, length // head.num_queries)  # windows of a pass: as many queries as context
+        parts, size = [], max(1, length // trunk.num_queries)  # windows of a pass: as many queries as context
         for starts in torch.arange(length, device=target.device).split(size):
             row = torch.arange(rows, device=target.device).repeat_interleave(len(starts))
             start = starts.repeat(rows)
-            states = head.read(context, row, start, tokens[row, start + 1])
+            states = trunk.read(context, row, start, tokens[row, start + 1])
             parts.append(states.to(samples.hidden.dtype).cpu().unflatten(0, (rows, -1)))
         pieces.append(torch.cat(parts, 1))
     return replace(samples, draft=torch.cat(pieces))

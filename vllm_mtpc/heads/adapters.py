@@ -1,15 +1,8 @@
-"""LoRA draft layers: copies of the target's last layers with adapters, which the head reads (MtPC paper).
+"""Adapters: layers that share a target's weights and add low-rank ones (trunk `lora`, PTP heads).
 
-              trunk: the first N - K layers, frozen, run once
-        ┌───────────────┴──────────────┐
-   draft: the last K layers      plain: the last K layers
-   with LoRA, final norm         as they are, final norm
-        │                              │
-    head reads it                 lm_head reads it
-
-The draft layers share the target's weights and add low-rank ones. The target is not modified: every pass runs its own
-forward (masks, rotary positions, final norm) on a view of the backbone with other layers. On disk: PEFT's files
-`adapter_config.json` and `adapter_model.safetensors`, written by `vllm_mtpc.checkpoint.save_head`.
+The target is not modified: every pass runs its own forward (masks, rotary positions, final norm) on a view of the
+backbone with other layers. On disk: PEFT's files `adapter_config.json` and `adapter_model.safetensors`, written by
+`vllm_mtpc.checkpoint.save_head`.
 """
 
 from __future__ import annotations
@@ -27,7 +20,6 @@ from vllm_mtpc.errors import HeadConfigError
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-ALLOWED_LAYERS = (1, 2, 4)
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of llama-like layers
 ADAPTER = "default"  # PEFT's name of a single adapter; saved tensors do not contain it
 ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -133,90 +125,6 @@ class AdaptedLayers(nn.Module):
             )
         for name, value in ours.items():
             value.copy_(tensors[name])
-
-
-class LoraDraftLayers(AdaptedLayers):
-    """The last layers of a target with LoRA, its only parameters. B starts at 0: drafts read the target's own states.
-
-    Args:
-        target: a `vllm_mtpc.hf.Target`.
-        layers: K, 1, 2 or 4.
-        rank: PEFT's r.
-        alpha: PEFT's lora_alpha.
-
-    Raises:
-        HeadConfigError: the target has too few layers, or they cannot be separated.
-    """
-
-    def __init__(self, target: Any, layers: int, rank: int = 16, alpha: float = 16) -> None:
-        super().__init__(target)
-        backbone = layered_backbone(target)
-        total, first = len(backbone.layers), len(backbone.layers) - layers
-        if first < 1:
-            raise HeadConfigError(
-                f"lora_layers={layers} of target {target.name} with {total} layers: allowed are fewer than {total}; "
-                "lower lora_layers"
-            )
-        self.num_layers = layers
-        below, last = backbone.layers[:first], backbone.layers[first:]
-        skipped = [_Skip(layer) for layer in below]
-        draft = view_of(backbone, [*skipped, *map(sharing_copy, last)])
-        self.adapt(draft, rank, alpha, list(range(first, total)))
-        self._entry = (skipped[0],)
-        self._views = {  # in a dict: not submodules
-            "trunk": view_of(backbone, [*below, *map(_Skip, last)], norm=nn.Identity()),
-            "draft": draft,
-            "plain": view_of(backbone, [*skipped, *last]),
-        }
-
-    @torch.no_grad()
-    def trunk(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Return the input [B, S, D] of the last K layers; arguments as in `Target.hidden`."""
-        return self._run("trunk", documents, input_ids=tokens.to(self.target.device, torch.long))
-
-    def draft(self, trunk: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Return the states [B, S, D] after the draft layers and the final norm, with gradients to the adapters."""
-        return self._last_layers("draft", trunk, documents)
-
-    @torch.no_grad()
-    def plain(self, trunk: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Return the target's own states [B, S, D], bit for bit those of `Target.hidden`."""
-        return self._last_layers("plain", trunk, documents)
-
-    @classmethod
-    def load(cls, adapters: Adapters, target: Any) -> LoraDraftLayers:
-        """Return draft layers with the adapters of a head (`vllm_mtpc.checkpoint.load.read_adapters`).
-
-        Raises:
-            HeadConfigError: they are of another target.
-        """
-        split = cls(target, adapters.num_layers, adapters.rank, adapters.alpha)
-        split.take_lora(adapters.tensors)
-        return split
-
-    def _last_layers(self, view: str, trunk: Tensor, documents: Tensor | None) -> Tensor:
-        self._entry[0].states = trunk  # replaces the embeddings after the model has processed them (Gemma scales them)
-        try:
-            return self._run(view, documents, inputs_embeds=trunk)
-        finally:
-            self._entry[0].states = None
-
-    def _run(self, view: str, documents: Tensor | None, **tokens: Tensor) -> Tensor:
-        return self._views[view](**tokens, use_cache=False, **self.target.packed(documents)).last_hidden_state
-
-
-class _Skip(nn.Module):
-    """A layer that returns its input, or `states` if they are set."""
-
-    states: Tensor | None = None
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        if hasattr(layer, "attention_type"):  # some models choose a layer's mask by it
-            self.attention_type = layer.attention_type
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return hidden_states if self.states is None else self.states
 
 
 def view_of(backbone: nn.Module, layers: list[nn.Module], **replaced: nn.Module) -> nn.Module:

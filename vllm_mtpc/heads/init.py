@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from vllm_mtpc.circuits import CIRCUITS, circuit_class
 from vllm_mtpc.errors import HeadConfigError
-from vllm_mtpc.heads.backbone import Backbone
-from vllm_mtpc.heads.base import INIT_STD, Head, stay_bias
+from vllm_mtpc.heads.head import Head, stay_bias
+from vllm_mtpc.heads.leaves.base import INIT_STD
+from vllm_mtpc.heads.leaves.own import OwnLeaves
+from vllm_mtpc.heads.trunk.backbone import Backbone
 
 # Probability s that one of F inner sums keeps its latent when a circuit starts from a CP: log q is nowhere more than
 # -F log s (0.001 F nats) below the CP's, and the total variation is at most 1 - s**F.
@@ -19,23 +21,25 @@ INHERITED_STAY = 0.999
 
 @torch.no_grad()
 def init_from_lm_head(head: Head, weight: Tensor, seed: int) -> None:
-    """Start the leaves of a linear head at the target's lm_head; a head that reads that lm_head is not changed.
+    """Start leaves of their own at the target's lm_head; others are not changed.
 
     Args:
         head: its leaves are written.
         weight: [V, D] or [blocks * V, D]: position i starts from block i, or the last (EvaByte predicts 8 tokens).
         seed: of the noise that makes components differ.
     """
-    if head.needs_lm_head:
+    if not isinstance(head.leaves, OwnLeaves):
         return
-    blocks = weight.view(-1, head.vocab_size, head.hidden_size)
+    blocks, skip = weight.view(-1, head.vocab_size, head.hidden_size), head.leaves.skip
+    if head.vocabulary:
+        blocks = blocks[:, head.vocabulary.ids.to(blocks.device)]
     if len(blocks) > 1:
-        position = torch.arange(head.circuit.window, device=weight.device)
+        position = torch.arange(skip, head.circuit.window, device=weight.device)
         blocks = blocks[position.clamp(max=len(blocks) - 1), None]
     noise = weight.new_zeros(())
     if head.circuit.num_components > 1:
-        noise = torch.randn(head.leaf_weight.shape, generator=torch.Generator().manual_seed(seed))
-    head.leaf_weight.copy_(blocks + noise.to(weight) * (INIT_STD * head.hidden_size**-0.5))
+        noise = torch.randn(head.leaves.leaf_weight.shape, generator=torch.Generator().manual_seed(seed))
+    head.leaves.leaf_weight.copy_(blocks + noise.to(weight) * (INIT_STD * head.hidden_size**-0.5))
 
 
 @torch.no_grad()
@@ -75,7 +79,7 @@ def _split_fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def init_from_head(head: Head, source: Head, seed: int = 0) -> None:
-    """Start `head` at the distribution of a trained head `source` of the same kind, window and target.
+    """Start `head` at the distribution of a trained head `source` of the same trunk, leaves, window and target.
 
     A source without inner sums (ff, cp) becomes any circuit with a root, whose sums keep the latent with probability
     INHERITED_STAY. A multiple of the source's components repeats them, with noise from `seed` in the leaves. A bigram
@@ -87,16 +91,19 @@ def init_from_head(head: Head, source: Head, seed: int = 0) -> None:
     check_source(head, source)
     repeats = head.circuit.num_components // source.circuit.num_components
     generator = torch.Generator().manual_seed(seed)
-    trained, wanted = dict(source.named_parameters()), dict(head.named_parameters())
+    trained, wanted = source.state_dict(), head.state_dict()
+    component_dims = {f"leaves.{name}": dims for name, dims in head.leaves.component_dims.items()} | head.component_dims
     for name, value in trained.items():
-        dims = head.component_dims.get(name, ())
-        value = value.repeat([repeats if dim in dims else 1 for dim in range(value.dim())])
-        if repeats > 1 and name == head.noise_in:
+        dims = component_dims.get(name, ())
+        if len(dims) and value.shape != wanted[name].shape:
+            value = value.repeat([repeats if dim in dims else 1 for dim in range(value.dim())])
+        if repeats > 1 and name == f"leaves.{head.leaves.noise_in}":
             noise = torch.randn(value.shape, generator=generator) * INIT_STD * value.shape[-1] ** -0.5
             value = value + noise.to(value)
         wanted[name].copy_(value)
-    if "component_out" in wanted and "component_out" not in trained:
-        head.component_out.zero_()
+    head.forget_vocabulary()
+    if "leaves.component_out" in wanted and "leaves.component_out" not in trained:
+        head.leaves.component_out.zero_()
     if head.inner_weight is not None and head.inner_bias is not None and "inner_bias" not in trained:
         head.inner_weight.zero_()
         head.inner_bias.copy_(stay_bias(head.circuit.num_components, INHERITED_STAY))
@@ -108,11 +115,13 @@ def check_source(head: Head, source: Head) -> None:
     mixtures = [] if theirs.num_inner else [name for name in CIRCUITS if circuit_class(name).max_components > 1]
     circuits, multiples = list(dict.fromkeys((theirs.name, *mixtures))), f"multiples of {theirs.num_components}"
     may_lack = {  # options that the source need not have
-        "token_rank": source.token_source is None,
-        "component_rank": theirs.num_components == 1 and not source.component_rank,
+        "leaves.token_rank": not source.leaves.token_rank,
+        "leaves.component_rank": theirs.num_components == 1,
     }
-    found, needed = ({**_sizes(h), **h.options, "token_rank": h.token_rank} for h in (head, source))
-    rows = [(name, found.get(name) or 0, needed.get(name) or 0, "the same") for name in found | needed]
+    if head.trunk.options.kind == "lora" and source.trunk.options.kind == "none":  # adapters start without effect
+        may_lack |= {"trunk": True} | {f"trunk.{name}": True for name, _ in head.trunk.options}
+    found, needed = _sizes(head), _sizes(source)
+    rows = [(name, found.get(name), needed.get(name), "the same") for name in found | needed]
     rows = [row for row in rows if row[1] != row[2] and not may_lack.get(row[0])]
     if ours.name not in circuits:
         rows.append(("circuit", ours.name, theirs.name, ", ".join(circuits)))
@@ -126,5 +135,10 @@ def check_source(head: Head, source: Head) -> None:
 
 
 def _sizes(head: Head) -> dict[str, object]:
-    sizes = head.circuit.window, head.vocab_size, head.hidden_size
-    return {"class": type(head).__name__, "window, vocab_size, hidden_size": sizes}
+    sizes: dict[str, object] = {
+        "window": head.circuit.window, "vocab_size": head.vocab_size, "hidden_size": head.hidden_size,
+        "draft_vocab_size": head.columns,
+    }  # fmt: skip
+    for part in ("trunk", "leaves"):
+        sizes |= {f"{part}.{name}": value for name, value in getattr(head, part).options}
+    return {name.removesuffix(".kind"): value for name, value in sizes.items()}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm_mtpc.errors import UsageError, install
+from vllm_mtpc.heads.trunk.base import document_positions
 
 if TYPE_CHECKING:
     from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask
@@ -57,14 +58,6 @@ def packed_arguments(documents: Tensor, attention: str) -> dict[str, Any]:
         lengths = [end - start for start, end in itertools.pairwise([*starts, documents.numel()])]
         arguments["packing"] = Packing(lengths, documents.device)
     return arguments
-
-
-def document_positions(documents: Tensor) -> Tensor:
-    """Return positions [B, S] int64 of the tokens of documents[B, S], restarting at 0 in each document."""
-    first = torch.ones_like(documents, dtype=torch.bool)
-    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    return index - torch.where(first, index, 0).cummax(1).values
 
 
 @torch.no_grad()

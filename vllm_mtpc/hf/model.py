@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm_mtpc.bytes.registration import register_with_transformers
 from vllm_mtpc.errors import UsageError, first_line
-from vllm_mtpc.heads.backbone import BackboneHead
-from vllm_mtpc.heads.base import Head
+from vllm_mtpc.heads.head import Head
 from vllm_mtpc.hf.attention import IMPLEMENTATIONS, choose_attention, packed_arguments
 
 if TYPE_CHECKING:
@@ -119,6 +119,24 @@ class Target:
         """Return next-token logits [..., V] of hidden[..., D], float32, with the model's scale and soft cap."""
         return logits_of(self.model, hidden.to(self.dtype), self.lm_head).float()
 
+    @torch.no_grad()
+    def logits_for(self, ids: Tensor | None) -> Callable[[Tensor], Tensor]:
+        """Return `logits` of these ids [I] alone, by their rows of the lm_head where nothing follows the product."""
+        if ids is None:
+            return self.logits
+        ids = ids.to(self.device)
+        rows, probe = self.lm_head.weight[ids], torch.linspace(-1, 1, self.hidden_size).to(self.lm_head.weight)
+        tolerance = 8 * torch.finfo(self.dtype).eps  # of products that are summed in another order
+        wanted, found = self.logits(probe)[ids], (rows @ probe).float()
+        if (wanted - found).abs().max() > tolerance * wanted.abs().max():
+            return lambda hidden: self.logits(hidden)[..., ids]
+
+        def logits(hidden: Tensor) -> Tensor:  # as one matrix: a view of several dimensions becomes many small products
+            flat = F.linear(hidden.to(rows.dtype).reshape(-1, rows.shape[1]), rows)
+            return flat.view(*hidden.shape[:-1], len(rows)).float()
+
+        return logits
+
 
 class States(tuple[Tensor]):
     """The output of a backbone of any class that computes these states: all its other fields are None."""
@@ -151,10 +169,10 @@ def logits_of(model: Any, states: Tensor, lm_head: Callable[[Tensor], Tensor]) -
 
 def bind(head: Head, target: Target) -> None:
     """Give a head access to the target's lm_head and embeddings where it uses them."""
-    if head.needs_lm_head:
-        head.bind_lm_head(target.logits)
-    if isinstance(head, BackboneHead):
-        head.bind_embedding(target.embed)
+    if head.leaves.needs_lm_head:
+        head.leaves.bind_lm_head(target.logits_for(head.vocabulary and head.vocabulary.ids))
+    if head.trunk.needs_embedding:
+        head.trunk.bind_embedding(target.embed)
 
 
 def load_target(

@@ -103,16 +103,20 @@ def target_products(target: Any, width: int, vocab_size: int) -> int:
 def relative_load(head: HeadConfig, target: Any) -> float:
     """Return the multiplications of a circuit head for one draft, divided by those of the target for one row."""
     width, products = head.hidden_size, leaf_products(head)
-    if head.head == "backbone":
-        attention = 2 * (head.backbone_heads + head.backbone_kv_heads) * head.backbone_head_dim
-        products += head.backbone_layers * width * (attention + 3 * head.backbone_width)
+    if (trunk := head.trunk).kind == "backbone":
+        attention = 2 * (trunk.heads + trunk.kv_heads) * trunk.head_dim
+        products += trunk.layers * width * (attention + 3 * trunk.width)
+    elif trunk.kind == "mlp":  # once for all drafts
+        products += trunk.layers * 5 * width * trunk.width // (head.window - 1)
     return products / target_products(target, width, head.vocab_size)
 
 
 def leaf_products(head: HeadConfig) -> int:
     """Return the multiplications of a head's leaves for one draft: r unembeddings, or one and r low-rank terms."""
-    r, rank, row = head.num_components, head.component_rank or 0, head.vocab_size * head.hidden_size
-    return row + r * rank * (head.hidden_size + head.vocab_size) if rank else r * row
+    columns, r = head.draft_vocab_size or head.vocab_size, head.num_components
+    rank = getattr(head.leaves, "component_rank", 0) if r > 1 else 0
+    row = columns * head.hidden_size
+    return row + r * rank * (head.hidden_size + columns) if rank else r * row
 
 
 def merge_ranges(per_batch: Sequence[int]) -> Schedule:

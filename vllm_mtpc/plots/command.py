@@ -45,4 +45,4 @@ def read(name: str) -> tuple[str, dict[str, Any]]:
         raise UsageError(
             f"{name}: its {PROVENANCE_FILE} holds no figures at T=1 or T=0; train it with evaluation_sequences above 0"
         )
-    return f"{config.circuit} r={config.num_components} {folder.resolve().name}", results
+    return f"{config.circuit.kind} r={config.num_components} {folder.resolve().name}", results

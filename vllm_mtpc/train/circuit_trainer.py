@@ -14,21 +14,18 @@ from vllm_mtpc.circuits import get_circuit
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.data.rows import Rows
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.families import FAMILIES
-from vllm_mtpc.heads import COMPONENTS, HEADS, HOSTED, build_head, check_head_name, default_head, head_options
-from vllm_mtpc.heads.adapters import LoraDraftLayers
-from vllm_mtpc.heads.backbone import BackboneHead
-from vllm_mtpc.heads.hosted import DRAFTER, HostedHead
+from vllm_mtpc.heads.head import build_head
 from vllm_mtpc.heads.init import check_source, init_backbone, init_from_head, init_from_lm_head
+from vllm_mtpc.heads.trunk.lora import LoraDraftLayers
 from vllm_mtpc.hf import bind
 from vllm_mtpc.train.cache import Computed, HiddenSource, write_cache
 from vllm_mtpc.train.card import head_card, provenance
 from vllm_mtpc.train.losses import CircuitModule
 from vllm_mtpc.train.options import TrainOptions
 from vllm_mtpc.train.trainer import Trainer
+from vllm_mtpc.train.vocabulary import choose_ids
 
 DRAFTERS = ("mtp", "eagle3")  # one pass over a text gives the states of all its windows
-DRAFTER_RANK = 16  # default component_rank of heads on a drafter's states
 STEPS_OF_A_BLOCK = 8  # of a backbone, or with minutes
 
 
@@ -36,87 +33,86 @@ class CircuitTrainer(Trainer):
     """Trains a circuit's head."""
 
     family_options = (
-        "circuit", "components", *head_options(), "drafter", "freeze_backbone", "lora_layers", "beta", "acceptance",
+        "circuit", "components", "trunk", "leaves", "draft_vocab_size", "freeze_trunk", "beta", "acceptance",
         "train_first", "cache", "states", "engine",
     )  # fmt: skip
-    noun, kind_option, chosen_by = "circuits", "circuit", "another head"
+    noun, kind_option, chosen_by = "circuits", "circuit", "head mtpc"
 
     def setup_model(self) -> None:
         options, target = self.options, self.target
+        if self.rows is not None and not options.init_from:
+            self.choose_vocabulary(self.rows)
         self.head, self.layers = build_head(self.config), None
+        if self.ids is not None:
+            self.head.set_vocabulary(self.ids)
         if options.init_from:
             init_from_head(self.head, load_head(resolve_head(options.init_from))[1], options.seed)
         else:
             weight = target.model.get_output_embeddings().weight  # [heads * V, D], most models have one
             init_from_lm_head(self.head, weight.float().cpu(), options.seed)
-            if isinstance(self.head, BackboneHead):
-                self.partial_start = init_backbone(self.head.backbone, target)
-        self.aux_layers = list(self.head.aux_layers) if isinstance(self.head, BackboneHead) else []
-        if isinstance(self.head, HostedHead):
-            self.aux_layers = [DRAFTER]
+            if self.config.trunk.kind == "backbone":
+                self.partial_start = init_backbone(self.head.trunk.backbone, target)
+        self.aux_layers = list(self.head.trunk.aux_layers)
         bind(self.head, target)
-        if options.freeze_backbone:
-            self.head.backbone.requires_grad_(False)
-        if options.lora_layers:
-            sizes = {"rank": options.lora_rank, "alpha": options.lora_alpha}
-            self.layers = LoraDraftLayers(target, layers=options.lora_layers, **sizes)
+        if options.freeze_trunk:
+            self.head.trunk.requires_grad_(False)
+        if self.config.trunk.kind == "lora":
+            trunk = self.config.trunk
+            self.layers = LoraDraftLayers(target, layers=trunk.layers, rank=trunk.rank, alpha=trunk.alpha)
         self.loss_unit = "nats and total variation" if options.acceptance else "nats per token"
         self.model = CircuitModule(self.head, target, options, self.layers)
 
+    def choose_vocabulary(self, rows: Rows) -> None:
+        """Set the ids that are drafted, the most frequent trained ones, and their number in the config."""
+        self.ids = choose_ids(rows.tokens[rows.trained], self.target.vocab_size, self.options.draft_vocab_size)
+        size = None if self.ids is None else len(self.ids)
+        self.config = self.config.model_copy(update={"draft_vocab_size": size})
+
     @classmethod
     def check(cls, options: TrainOptions) -> None:
-        if not options.lora_layers and (name := options.changed("lora_rank", "lora_alpha")):
-            raise ValueError(f"{name} is of draft layers: remove {name}, or set lora_layers to 1, 2 or 4")
         get_circuit(options.circuit, options.window, options.num_components)
-        if options.head:
-            check_head_name(options.head, *[method for method, family in FAMILIES.items() if family.trainer is not cls])
-        if options.freeze_backbone and (options.head != "backbone" or not options.init_from):
-            raise ValueError("freeze_backbone needs a trained backbone: set head: backbone and init_from to its head")
-        if bool(options.drafter) != (options.head in HOSTED):
-            raise ValueError("drafter goes with head hosted or product: set head: hosted and drafter: mtp, or neither")
-        if options.drafter and (options.drafter.partition(":")[0] not in DRAFTERS or options.states == "transformers"):
-            raise ValueError("drafter: allowed are mtp and eagle3:CHECKPOINT, with states auto or vllm")
-        if options.head in ("backbone", *HOSTED) and options.train_first:
-            raise ValueError(f"train_first with head {options.head}, which is conditioned on x_1: remove train_first")
-        if options.lora_layers and options.cache:
+        kind = options.trunk.get("kind")
+        if options.freeze_trunk and not options.init_from:
+            raise ValueError("freeze_trunk needs a trained trunk: set init_from to its head")
+        if kind == "drafter" and (
+            options.trunk.get("method", "mtp") not in DRAFTERS or options.states == "transformers"
+        ):
+            raise ValueError("trunk drafter: methods mtp and eagle3 are trained on, with states auto or vllm")
+        if options.train_first and kind not in (None, "none", "lora"):
+            raise ValueError(f"train_first with trunk {kind}, which has seen x_1: remove train_first")
+        if kind == "lora" and options.cache:
             raise ValueError("cache holds the target's last states, draft layers need earlier ones: leave out cache")
-        if options.lora_layers and options.states == "vllm":
-            raise ValueError("states=vllm with lora_layers, which train on the target's own layers: leave out states")
+        if kind == "lora" and options.states == "vllm":
+            raise ValueError("states=vllm with trunk lora, which trains on the target's own layers: leave out states")
 
     @staticmethod
     def head_config(options: TrainOptions, target: Any, verifier: str, sizes: dict[str, Any]) -> HeadConfig:
-        fields = {name: getattr(options, name) for name in head_options()}
         source = read_circuit_config(resolve_head(options.init_from)) if options.init_from else None
-        head = options.head or (source.head if source else default_head(sizes["vocab_size"]))
-        drafter = options.hosted and options.hosted.model_dump()
-        if drafter and drafter["model"]:
-            drafter["model"] = verifier_name(drafter["model"], options.out)
-        if source and source.head == head:  # options that are not given are those of the source
-            fields = {name: getattr(source, name) if value is None else value for name, value in fields.items()}
+        parts = {"trunk": dict(options.trunk), "leaves": dict(options.leaves)}
+        for name, given in parts.items():
+            if source and given.get("kind") in (None, getattr(source, name).kind):  # what is not given is the source's
+                parts[name] = getattr(source, name).model_dump() | given
+        if (model := parts["trunk"].get("model")) and not source:
+            parts["trunk"]["model"] = verifier_name(model, options.out)
         # of a composite model, the sizes of its language model
         target = target.get_text_config().to_dict() | target.to_dict() | sizes
-        is_new = source is None and fields["component_rank"] is None and COMPONENTS in HEADS[head].options
-        if is_new and options.num_components > 1 and COMPONENTS.of_target:
-            fields["component_rank"] = COMPONENTS.of_target(target) or (DRAFTER_RANK if head in HOSTED else None)
         return HeadConfig.create(
             circuit=options.circuit,
-            window=options.window,
             num_components=options.num_components,
+            window=options.window,
             target=target,
             verifier=verifier,
-            head=head,
             num_speculative_tokens=options.num_speculative_tokens,
-            lora_layers=options.lora_layers,
-            drafter=drafter,
-            **fields,
+            draft_vocab_size=source and source.draft_vocab_size,
+            **parts,
         )
 
     @staticmethod
     def check_start(options: TrainOptions, config: HeadConfig) -> None:
-        if options.freeze_backbone and options.num_components == 1 and not config.token_rank:
+        if options.freeze_trunk and options.num_components == 1 and not config.leaves.token_rank:
             raise UsageError(
-                f"freeze_backbone with circuit {options.circuit} of one component and no token_rank: nothing is left "
-                "to learn; set components or token_rank"
+                f"freeze_trunk with circuit {options.circuit} of one component and no token_rank: nothing is left "
+                "to learn; set components or leaves.token_rank"
             )
         with torch.device("meta"):
             head = build_head(config)
@@ -126,8 +122,8 @@ class CircuitTrainer(Trainer):
     def source(self, rows: Rows) -> HiddenSource:
         """Return the rows' states: of the cache folder, which is written if it is incomplete, or computed."""
         options, target = self.options, self.target
-        if options.lora_layers:
-            return Computed(target, rows, layer=target.config.num_hidden_layers - options.lora_layers)
+        if layers := self.config.lora_layers:
+            return Computed(target, rows, layer=target.config.num_hidden_layers - layers)
         if options.cache:
             return write_cache(options.cache, target, rows, layers=self.aux_layers)
         return Computed(target, rows, layers=self.aux_layers)
@@ -142,15 +138,17 @@ class CircuitTrainer(Trainer):
         """
         per_row = max(1, int(source.rows.trained.sum()) // len(source.rows.trained))
         of_a_step = max(world, self.options.windows_per_step // per_row)
-        if self.options.lora_layers:
+        if self.config.lora_layers:
             return of_a_step
         largest = super().block_rows(source, world)
-        is_bounded = self.options.head == "backbone" or self.options.minutes
+        is_bounded = self.config.trunk.kind == "backbone" or self.options.minutes
         return min(largest, STEPS_OF_A_BLOCK * of_a_step) if is_bounded else largest
 
     def save(self, results: Mapping[str, Any], run: Mapping[str, Any]) -> None:
-        names = ("circuit", "window", "num_components", "head", "lora_layers")
-        facts = {name: getattr(self.config, name) for name in names} | {"drafts": self.config.num_speculative_tokens}
+        config = self.config
+        facts = {name: getattr(config, name) for name in ("window", "num_components", "draft_vocab_size")}
+        facts |= {name: getattr(config, name).kind for name in ("circuit", "trunk", "leaves")}
+        facts |= {"drafts": config.num_speculative_tokens}
         facts |= {"partial_start": self.partial_start} if self.partial_start else {}
         record = provenance(self.options, facts, self.verifier, results, run)
         record["settings"]["num_components"] = self.options.num_components

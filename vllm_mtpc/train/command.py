@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ from vllm_mtpc.checkpoint.locate import is_head
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.files import read_yaml
 from vllm_mtpc.flags import add_flags, typed
-from vllm_mtpc.train.options import STATE_FOLDER, TrainOptions, parse
+from vllm_mtpc.train.options import PARTS, STATE_FOLDER, TrainOptions, parse
 from vllm_mtpc.train.state import latest_state
 
 RESPONSE_TOKENS, CROPS = 128, 8  # of a regenerated response; prompts cut from random places of each text
+OWN_RESPONSE_TOKENS = 1024  # of a response to the target's own prompt: those without an end are dropped
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +27,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", type=Path, metavar="FILE", help="YAML file with the same keys; flags take precedence"
     )
     add_flags(parser, TrainOptions, required=False)
+    for part, table in PARTS.items():
+        group = parser.add_argument_group(f"Options of --{part}")
+        for name, about in table.fields().items():
+            flag: dict[str, Any] = {
+                "dest": f"{part}.{name}",
+                "type": json_or_text,
+                "metavar": "VALUE",
+                "default": argparse.SUPPRESS,
+            }
+            group.add_argument(f"--{part}.{name.replace('_', '-')}", help=about.replace("%", "%%"), **flag)
+
+
+def json_or_text(text: str) -> Any:
+    """Return the JSON value of a flag, or its text: a number, true, a list, or a name."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,7 +78,16 @@ def check_earlier_run(options: TrainOptions) -> None:
 def read_options(args: argparse.Namespace) -> TrainOptions:
     """Return the options of a command line and its YAML file; raises UsageError."""
     values = (read_yaml(args.config) if args.config else {}) | typed(args, TrainOptions)
-    if missing := [f"--{name}" for name in ("target", "data", "out") if name not in values]:
+    for part in PARTS:
+        section = values.get(part, {})
+        section = {"kind": section} if isinstance(section, str) else section
+        given = {key.partition(".")[2]: value for key, value in vars(args).items() if key.startswith(f"{part}.")}
+        if given and isinstance(section, dict):
+            section = section | given
+        if section:
+            values[part] = section
+    needed = ("target", "out") if values.get("prompts") == "self" else ("target", "data", "out")
+    if missing := [f"--{name}" for name in needed if name not in values]:
         raise UsageError(
             f"train: {', '.join(missing)} missing; type: vllm-mtpc train --target MODEL --data DATA --out DIR"
         )
@@ -87,8 +116,12 @@ def with_responses(options: TrainOptions) -> tuple[TrainOptions, Any]:
     ways = {"sampled": (options.regenerate - greedy, sampled), "greedy": (greedy, {"temperature": 0.0})}
     shared = {name: getattr(options, name) for name in ("target", "data", "seed", "split")}
     shared |= {"max_tokens": RESPONSE_TOKENS, "crops": CROPS, "dtype": options.target_dtype, "engine": options.engine}
+    is_own = options.prompts == "self"
+    if is_own:  # by default at several temperatures, also greedy
+        ways = {"self": (options.regenerate, {} if options.trainer.greedy_share else sampled)}
+        shared |= {"prompts": "self", "max_tokens": OWN_RESPONSE_TOKENS}
     target: Any = None
-    if not options.needs_modules and options.states_of(target_config(options.target)) == "vllm":
+    if not (is_own or options.needs_modules) and options.states_of(target_config(options.target)) == "vllm":
         target = read_target(options, choose_device(options.device))
     files = [
         regenerate(

@@ -7,72 +7,83 @@ are marginalised and have no loss.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vllm_mtpc.circuits import Circuit, CircuitParams
-from vllm_mtpc.circuits.conditionals import conditionals
-from vllm_mtpc.heads.adapters import LoraDraftLayers
-from vllm_mtpc.heads.backbone import BackboneHead
-from vllm_mtpc.heads.base import Head
-from vllm_mtpc.heads.hosted import HostedHead
+from vllm_mtpc.circuits.base import TINY
+from vllm_mtpc.heads.head import Head
+from vllm_mtpc.heads.trunk.lora import LoraDraftLayers
 from vllm_mtpc.hf import Target
-from vllm_mtpc.hf.attention import document_positions
+from vllm_mtpc.train.mixture import Divergences, mixture
 from vllm_mtpc.train.options import TrainOptions
 from vllm_mtpc.train.windows import Windows, window_states
 
 CHUNK_BYTES = 1 << 30
 COPIES = 4  # logits, log-softmax, its exponential and a gradient are in memory at the same time
+NORM_ELEMENTS = 1 << 25  # of the target's logits that are in memory at the same time
 WATCHED = 128  # windows of a step that the running estimate of tokens/step is measured on
 Reader = Callable[[slice], Tensor]  # values of some of the windows
 
 
 def window_loss(
-    circuit: Circuit, params: CircuitParams, tokens: Tensor, log_p: Tensor | None, options: TrainOptions, counts: Tensor
+    q: Tensor, tokens: Tensor, columns: Tensor, log_p: Tensor | None, options: TrainOptions, counts: Tensor
 ) -> Tensor:
     """Return this batch's share of L in nats, a scalar: terms summed over windows, divided by `counts`.
 
     Args:
-        circuit: The circuit over n tokens.
-        params: Its parameters for B windows.
-        tokens: [B, n] int64, -1 where there is no token.
-        log_p: [B, n, V], log p_k of the target; None if the options do not need it.
+        q: [B, n - s, V], the conditionals of the positions from s on, 0 or 1; V: number of columns.
+        tokens: [B, n] int64, -1 where there is no token, and after the first that cannot be drafted (`drafted_part`).
+        columns: [B, n - s] int64, of the tokens; -1: none, which has no likelihood.
+        log_p: [B, n - s, V], log p_k of the target; None if the options do not need it.
         options: Weights and form of the loss.
         counts: [n], windows of the whole step with a token at k.
     """
-    kept = tokens >= 0
-    log_q = None if log_p is None else conditionals(circuit, params, tokens)  # [B, n, V]
-    chosen = circuit.conditional_log_probs(params, tokens) if log_q is None else _at(log_q, tokens)  # [B, n]
-    of_positions = options.gamma ** torch.arange(tokens.shape[1], dtype=torch.float64)  # w_k, [n], with sum 1
+    skip = tokens.shape[1] - q.shape[1]
+    kept = tokens[:, skip:] >= 0
+    of_positions = options.gamma ** torch.arange(tokens.shape[1], dtype=torch.float64)  # w_k, [n]
     of_positions[0] *= options.train_first
-    of_positions /= of_positions.sum()
-    means = 1 / counts.clamp(min=1).to(chosen)  # [n]
-    weights = of_positions.to(chosen) * means
-    terms = -(1 - options.beta) * chosen
-    if options.beta > 0:
-        assert log_p is not None
-        terms = terms + options.beta * (log_p.exp() * (log_p - log_q)).sum(-1)
+    of_positions = of_positions[skip:] / of_positions.sum()
+    weights = of_positions.to(q) / counts[skip:].clamp(min=1).to(q)  # [n - s]
+    likelihood = _at(q, columns).clamp(min=TINY).log().masked_fill(columns < 0, 0)
+    terms, overlap = -(1 - options.beta) * likelihood, None
+    if log_p is not None:
+        overlap, divergence = Divergences.apply(q, log_p)
+        terms = terms + options.beta * divergence
     loss = (1 - options.acceptance) * (terms.masked_fill(~kept, 0) * weights).sum()
     if options.acceptance == 0:
         return loss
-    overlap = torch.minimum(log_q, log_p).exp().sum(-1)
-    drafted = weights[1:] / of_positions[1:].sum()
-    variation = (1 - overlap[:, 1:]).masked_fill(~kept[:, 1:], 0)
-    return loss + options.acceptance * (variation * drafted).sum()
+    assert overlap is not None
+    drafted = slice(1 - skip, None)
+    variation, weights = (1 - overlap[:, drafted]).masked_fill(~kept[:, drafted], 0), weights[drafted]
+    return loss + options.acceptance * (variation * weights).sum() / of_positions[drafted].sum()
 
 
-def _at(log_probs: Tensor, tokens: Tensor) -> Tensor:
-    return log_probs.gather(-1, tokens.clamp(min=0).unsqueeze(-1))[..., 0]
+def drafted_part(head: Head, tokens: Tensor) -> Tensor:
+    """Return tokens [B, n] with -1 after the first drafted token, x_2 or later, that has no column.
+
+    Drafts after it cannot be accepted. Its own position keeps the terms of the distributions.
+    """
+    if head.vocabulary is None:
+        return tokens
+    is_outside = (head.vocabulary.find(tokens) < 0) & (tokens >= 0)
+    is_outside[:, 0] = False
+    before = is_outside.cumsum(1) - is_outside.long()
+    return tokens.masked_fill(before > 0, -1)
+
+
+def _at(log_probs: Tensor, columns: Tensor) -> Tensor:
+    return log_probs.gather(-1, columns.clamp(min=0).unsqueeze(-1))[..., 0]
 
 
 def chunk_size(options: TrainOptions, head: Head) -> int:
     """Return the number of windows whose logits and backbone states are in memory at the same time."""
     if options.chunk_windows:
         return options.chunk_windows
-    logits = options.window * options.num_components * head.vocab_size * 4 * COPIES
-    return max(1, CHUNK_BYTES // (logits + (head.window_bytes if isinstance(head, BackboneHead) else 0)))
+    logits = options.window * options.num_components * head.columns * 4 * COPIES
+    return max(1, CHUNK_BYTES // (logits + getattr(head.trunk, "window_bytes", 0)))
 
 
 def step_loss(head: Head, read: Reader, tokens: Tensor, counts: Tensor, log_p: Reader, options: TrainOptions) -> Tensor:
@@ -80,19 +91,21 @@ def step_loss(head: Head, read: Reader, tokens: Tensor, counts: Tensor, log_p: R
 
     Args:
         head: The head.
-        read: Returns the input of the head for a slice of the windows, [., D] or as the head defines it.
+        read: Returns what the trunk reads for a slice of the windows.
         tokens: [B, n] int64, -1 where there is no token.
         counts: [n], windows of the whole step with a token at k.
-        log_p: Returns the target's log p_k, [., n, V], for a slice; called only if the options need it.
+        log_p: Returns the target's log p_k, [., n - s, columns], for a slice; called only if the options need it.
         options: Loss, precision and size of the chunks.
     """
+    kept, skip = drafted_part(head, tokens), head.leaves.skip
+    columns = kept[:, skip:] if head.vocabulary is None else head.vocabulary.find(kept[:, skip:])
 
     def chunk_loss(piece: slice) -> Tensor:
         target = log_p(piece) if options.needs_distribution else None
         # Only the head's products are cast: its logits and the circuit are float32.
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=options.precision == "bf16"):
-            params = head(read(piece))
-        return window_loss(head.circuit, params, tokens[piece], target, options, counts)
+            q = mixture(head, read(piece), kept[piece])
+        return window_loss(q, kept[piece], columns[piece], target, options, counts)
 
     return in_chunks(chunk_loss, len(tokens), chunk_size(options, head))
 
@@ -118,6 +131,7 @@ class CircuitModule(nn.Module):
     ) -> None:
         super().__init__()
         self.head, self.layers, self.options, self.target = head, layers, options, target
+        self._norms: tuple[Any, Tensor] | None = None  # of the current block
 
     def forward(self, batch: Windows, watch: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return the loss in nats and, if watched, the sums of `watched_tokens`."""
@@ -135,54 +149,62 @@ class CircuitModule(nn.Module):
             return loss, in_chunks(watched_sums, len(tokens[:WATCHED]), chunk_size(self.options, self.head))
 
     def read(self, batch: Windows) -> tuple[Reader, Tensor, Tensor, Reader]:
-        """Return the reader of the head's input, tokens [B, n], counts [n], and the reader of log p_k [., n, V]."""
-        device, window = self.target.device, self.options.window
-        if isinstance(self.head, BackboneHead):  # sort by row: chunks then have few rows
+        """Return the reader of the trunk's input, tokens [B, n], counts [n], and the reader of log p_k."""
+        device, window, head = self.target.device, self.options.window, self.head
+        if head.trunk.is_per_position:  # sort by row: chunks then have few rows
             order = (batch.row * batch.hidden.shape[1] + batch.start).argsort()
             batch = batch.each(lambda value: value[order])
         tokens, counts, row, start = (part.to(device) for part in (batch.tokens, batch.counts, batch.row, batch.start))
-        read, verified = self._reader(batch.hidden.to(device), batch.document.to(device), row, start, tokens[:, 0])
+        hidden, document = batch.hidden.to(device), batch.document.to(device)
+        verified = drafted = hidden
+        if self.layers is not None:  # `hidden` is the input of the draft layers
+            drafted, verified = self.layers.draft(hidden, document), self.layers.plain(hidden, document)
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.options.precision == "bf16"):
+            windows = head.trunk.windows(drafted, document, row, start, tokens[:, 0])
+        verified, skip = verified[..., -self.target.hidden_size :], head.leaves.skip
+        norms = self._normalisers(batch.hidden, verified, document)
+
+        def read(some: slice) -> Tensor:
+            return windows(some).to(head.hidden_dtype)
 
         def log_p(piece: slice) -> Tensor:
             with torch.no_grad(), torch.autocast(device.type, enabled=False):
-                states = window_states(verified, row[piece], start[piece], window)
-                return self.target.logits(states).log_softmax(-1)
+                states = window_states(verified, row[piece], start[piece], window)[:, skip:]
+                if norms is None:
+                    return self.target.logits(states).log_softmax(-1)
+                own = window_states(norms, row[piece], start[piece], window)[:, skip:]
+                return self._logits(states) - own
 
         return read, tokens, counts, log_p
 
-    def _reader(
-        self, hidden: Tensor, document: Tensor, row: Tensor, start: Tensor, first: Tensor
-    ) -> tuple[Reader, Tensor]:
-        """Return the reader of the head's input, in the head's dtype, and the target's states [R, S, D]."""
-        dtype = self.head.hidden_dtype
-        if isinstance(self.head, BackboneHead):
-            size = self.target.hidden_size
-            rows, of_row = row.unique(return_inverse=True)
-            with torch.autocast(hidden.device.type, torch.bfloat16, enabled=self.options.precision == "bf16"):
-                aux, position = hidden[rows, :, :-size], document_positions(document)[rows]
-                context = self.head.context(aux, position, document[rows])
-            first = first.clamp(min=0)
-            return lambda some: self.head.read(context, of_row[some], start[some], first[some]), hidden[..., -size:]
-        drafted = verified = hidden
-        if isinstance(self.head, HostedHead):
-            drafted, verified = hidden.split(self.target.hidden_size, -1)
-        if self.layers is not None:  # `hidden` is the input of the draft layers
-            drafted, verified = self.layers.draft(hidden, document), self.layers.plain(hidden, document)
-        drafted = drafted[row, start].to(dtype)
-        return lambda some: drafted[some], verified
+    @torch.no_grad()
+    def _normalisers(self, block: Any, states: Tensor, document: Tensor) -> Tensor | None:
+        """Return the log-sums [R, S, 1] of the target's logits over all ids, once per block; None: of all columns."""
+        if self.head.vocabulary is None or not self.options.needs_distribution:
+            return None
+        if self._norms is None or self._norms[0] is not block:
+            self._logits, places = self.target.logits_for(self.head.vocabulary.ids), (document >= 0).nonzero()
+            norms = states.new_zeros(*document.shape, 1, dtype=torch.float32)
+            for some in places.split(max(1, NORM_ELEMENTS // self.target.vocab_size)):
+                row, at = some.unbind(1)
+                norms[row, at] = self.target.logits(states[row, at]).logsumexp(-1, keepdim=True)
+            self._norms = block, norms
+        return self._norms[1]
 
 
-def watched_tokens(head: Head, hidden: Tensor, tokens: Tensor, log_p: Tensor) -> Tensor:
+def watched_tokens(head: Head, read: Tensor, tokens: Tensor, log_p: Tensor) -> Tensor:
     """Return sums [2] over windows: expected tokens at T=1 of a step that starts there, and windows.
 
     Args:
         head: The head.
-        hidden: Its input for B windows.
+        read: What its trunk reads for B windows.
         tokens: [B, n] int64, the text of the target.
-        log_p: [B, n, V], log p_k of the target.
+        log_p: [B, n - s, columns], log p_k of the target.
     """
-    log_q = conditionals(head.circuit, head(hidden), tokens)
-    ratio = (_at(log_q, tokens) - _at(log_p, tokens))[:, 1:].clamp(max=0).exp()
-    alive = ratio.masked_fill(tokens[:, 1:] < 0, 0).cumprod(1)  # [B, n - 1], P(drafts 2 .. k are accepted)
+    skip, kept = head.leaves.skip, drafted_part(head, tokens)
+    columns = kept[:, skip:] if head.vocabulary is None else head.vocabulary.find(kept[:, skip:])
+    log_q = _at(mixture(head, read, kept), columns).clamp(min=TINY).log()
+    ratio = (log_q - _at(log_p, columns))[:, 1 - skip :].clamp(max=0).exp()
+    alive = ratio.masked_fill(columns[:, 1 - skip :] < 0, 0).cumprod(1)  # [B, n - 1], P(drafts 2 .. k are accepted)
     windows = (tokens[:, 0] >= 0).sum()
     return torch.stack([alive.sum() + windows, windows.to(alive.dtype)])

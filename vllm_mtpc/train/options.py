@@ -5,28 +5,36 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from vllm_mtpc.circuits import CIRCUITS, circuit_class
-from vllm_mtpc.config.mtpc_config import Drafter
 from vllm_mtpc.data.sources import is_path
 from vllm_mtpc.engine.options import JsonDict
 from vllm_mtpc.errors import UsageError, validate
 from vllm_mtpc.families import FAMILIES
-from vllm_mtpc.heads import option_fields
+from vllm_mtpc.heads.leaves import LEAVES
+from vllm_mtpc.heads.sections import Table
+from vllm_mtpc.heads.trunk import TRUNKS
 
 STATE_FOLDER = "state"  # in the out folder
-DEFAULT_METHOD = "mtpc"  # family of the heads that are named by their own names; `head` names any other family
+SELF_PROMPTS = 20_000  # default number of conversations that the target writes
+DEFAULT_METHOD = "mtpc"
 
 
-class TrainOptions(create_model("KindOptions", **option_fields())):  # type: ignore[misc]
+PARTS: dict[str, Table] = {"trunk": TRUNKS, "leaves": LEAVES}  # sections: --trunk KIND, --trunk.OPTION VALUE
+
+
+def _section(name: str, default: str) -> str:
+    return f"{PARTS[name].part}: one of {', '.join(PARTS[name].places)} (default: {default})"
+
+
+class TrainOptions(BaseModel):
     """Every option of `vllm-mtpc train`: a field is a key of the YAML file and, with dashes, a flag."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     groups: ClassVar[dict[str, str]] = {  # titles of the help, by the first option of each group
-        "target": "Target, data and output; --target, --data and --out are required",
+        "target": "Target, data and output; --target, --out and --data or --prompts self are required",
         "circuit": "Head",
-        next(iter(option_fields())): "Options of some heads",
         "variant": "PTP head (--head ptp)",
         "gamma": "Loss",
         "epochs": "Steps and optimiser",
@@ -35,7 +43,7 @@ class TrainOptions(create_model("KindOptions", **option_fields())):  # type: ign
     }
 
     target: str = Field(min_length=1, description="causal language model on transformers: folder or hub name")
-    data: list[str] = Field(min_length=1, description="text, folder, glob, .jsonl, or datasets name NAME:CONFIG")
+    data: list[str] = Field([], description="text, folder, glob, .jsonl, or datasets name NAME:CONFIG")
     out: Path = Field(description="folder of the head; trainer state and plots go there too")
     split: str = Field("train", description="split of a datasets name")
     validation_data: list[str] = Field([], description="held-out data; without it a share of the data is held out")
@@ -45,23 +53,24 @@ class TrainOptions(create_model("KindOptions", **option_fields())):  # type: ign
     circuit: str = Field("btree", description=f"one of {', '.join(CIRCUITS)}")
     window: int = Field(16, ge=2, description="n, tokens of a window, the target's own included")
     components: int | None = Field(None, ge=1, description="r, latent states (default: 32, or the most a circuit has)")
-    head: str | None = Field(
-        None, description="linear, shared, backbone, hosted, product or ptp (default: linear; above 2,000 ids shared)"
-    )
-    drafter: str | None = Field(
+    head: Literal["mtpc", "ptp"] = Field("mtpc", description="family: circuits, or PTP")
+    trunk: dict[str, Any] = Field({}, description=_section("trunk", "mlp above 2,000 ids, none below"))
+    leaves: dict[str, Any] = Field({}, description=_section("leaves", "lm_head above 2,000 ids, own below"))
+    draft_vocab_size: int | None = Field(
         None,
-        description="train head hosted or product on the states of the target's drafter: mtp, or eagle3:CHECKPOINT",
+        ge=0,
+        description="ids that are drafted, the most frequent of the data; 0: all (default: all up to 16384, above the "
+        "smallest power of two from 8192 that covers 99 % of the data)",
     )
     init_from: str | None = Field(None, description="head to start from: of the same kind and circuit, or of ff or cp")
-    freeze_backbone: bool = Field(False, description="head backbone: its draft layers stay those of init_from")
-    lora_layers: Literal[0, 1, 2, 4] = Field(0, description="target layers that get draft adapters")
-    lora_rank: int = Field(16, ge=1, description="rank of the adapters")
-    lora_alpha: int = Field(16, ge=1, description="scale of the adapters, by their rank")
+    freeze_trunk: bool = Field(False, description="the trunk stays that of init_from")
     num_speculative_tokens: int | None = Field(None, ge=1, description="drafts per step when served (default: n - 1)")
     variant: Literal["o-ptp", "c-ptp", "late", "independent"] = Field(
         "o-ptp", description="kind of drafts: docs/ptp.md"
     )
     baseline: str | None = Field(None, description="head of variant independent, trained alike, to compare with")
+    lora_rank: int = Field(16, ge=1, description="rank of the adapters of every layer")
+    lora_alpha: int = Field(16, ge=1, description="scale of the adapters, by their rank")
     u_embedding: str = Field("ieee", description="embedding of u: ieee, scalar, threshold, arithmetic, ...")
     u_features: int | None = Field(None, ge=1, description="features of u, for embeddings with a free number")
     late_width: int | None = Field(None, ge=1, description="variant late: width of its network (default: D)")
@@ -100,6 +109,9 @@ class TrainOptions(create_model("KindOptions", **option_fields())):  # type: ign
     cache: Path | None = Field(None, description="folder of hidden states on disk; written if it does not exist")
     block_rows: int | None = Field(None, ge=1, description="rows whose windows are shuffled together (default: 1 GiB)")
     regenerate: int = Field(0, ge=0, description="train on this many responses that vLLM writes first; 0: on the data")
+    prompts: Literal["data", "self"] = Field(
+        "data", description="self: the target writes the prompts of regenerate (default then: 20,000), without data"
+    )
     target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="of the target")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     attention: Literal["auto", "torch", "xformers"] = Field("auto", description="attention over packed rows")
@@ -109,16 +121,32 @@ class TrainOptions(create_model("KindOptions", **option_fields())):  # type: ign
     evaluation_sequences: int | None = Field(None, ge=0, description="held-out texts (default: up to 64); 0: none")
     evaluation_tokens: int = Field(96, ge=1, description="tokens of each")
 
+    @field_validator("trunk", "leaves", mode="before")
+    @classmethod
+    def _parse_section(cls, value: Any, info: ValidationInfo) -> Any:
+        value = {"kind": value} if isinstance(value, str) else value
+        table = PARTS[info.field_name or ""]
+        if not isinstance(value, dict):
+            raise ValueError(f"a kind or a section is expected, for example {next(iter(table.places))}")
+        known = table.find(value["kind"]).Options.model_fields if "kind" in value else {"kind": None, **table.fields()}
+        if wrong := next((name for name in value if name not in known), None):
+            allowed = ", ".join(name for name in known if name != "kind") or "none"
+            raise ValueError(f"{wrong!r} is not an option of it; allowed: {allowed}; remove it")
+        return value
+
     @model_validator(mode="before")
     @classmethod
     def _add_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
-        return {**_trainer(values.get("head")).defaults, **values}
+        own = {"regenerate": SELF_PROMPTS} if values.get("prompts") == "self" else {}
+        return {**_trainer(values.get("head")).defaults, **own, **values}
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainOptions:
         for trainer in self._other_trainers():
             if name := self.changed(*trainer.family_options):
                 raise ValueError(f"{name} is an option of {trainer.noun}: remove {name}, or set {trainer.chosen_by}")
+        if not (self.data or (self.prompts == "self" and self.regenerate)):
+            raise ValueError("data is missing; type --data NAMES, or --prompts self")
         names = [*self.data, *self.validation_data]
         if self.changed("split") and all(is_path(name) and not Path(name).expanduser().is_dir() for name in names):
             raise ValueError(
@@ -139,19 +167,13 @@ class TrainOptions(create_model("KindOptions", **option_fields())):  # type: ign
         return _trainer(self.head)
 
     @property
-    def hosted(self) -> Drafter | None:
-        """The drafter whose states the head reads, with its checkpoint."""
-        method, _, checkpoint = (self.drafter or "").partition(":")
-        return Drafter.model_validate({"method": method, "model": checkpoint or None}) if method else None
-
-    @property
     def needs_modules(self) -> bool:
         """Whether more of the target is read than states, which vLLM may compute."""
-        return self.trainer.needs_modules or bool(self.lora_layers)
+        return self.trainer.needs_modules or self.trunk.get("kind") == "lora"
 
     def states_of(self, target: Any) -> str:
         """Return what computes the states of a target of this transformers config."""
-        if self.drafter:
+        if self.trunk.get("kind") == "drafter":
             return "vllm"
         if self.states != "auto" or self.needs_modules:
             return "vllm" if self.states == "vllm" else "transformers"

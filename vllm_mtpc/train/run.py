@@ -12,12 +12,14 @@ from pathlib import Path
 from signal import Signals
 
 import torch
+from torch import Tensor
 
 from vllm_mtpc.checkpoint.locate import check_out
 from vllm_mtpc.data.rows import PackingReport, Rows, pack, split_validation
 from vllm_mtpc.data.sources import Documents, check_first_records, load_documents, size_of
 from vllm_mtpc.engine.served_target import load_served_target
 from vllm_mtpc.errors import UsageError
+from vllm_mtpc.heads.trunk.drafter import DrafterOptions
 from vllm_mtpc.hf import Target, check_length, choose_device, load_target
 from vllm_mtpc.hf.attention import check_packing
 from vllm_mtpc.hf.model import target_config, tokenizer_if_any
@@ -25,6 +27,7 @@ from vllm_mtpc.report import check_folder
 from vllm_mtpc.train.cache import data_fingerprint
 from vllm_mtpc.train.options import TrainOptions
 from vllm_mtpc.train.trainer import METRICS_FILE, Trainer, held_out_prompts, peak_memory_bytes, read_metrics
+from vllm_mtpc.train.vocabulary import coverage
 
 SEQ_LEN = 1024  # default tokens of a row
 RATE_BY_WIDTH, BACKBONE_RATE = 1.2, 0.6  # the default learning rate is this by the hidden size: docs/training.md
@@ -53,8 +56,13 @@ def train(options: TrainOptions, target: Target | None = None) -> Path:
     accelerator = Accelerator(cpu=options.device.startswith("cpu"), mixed_precision="no")
     log = accelerator.print
     target = target or read_target(options, accelerator.device)
-    trainer: Trainer = options.trainer(options, target, accelerator)
     log(f"target {options.target}: vocabulary {target.vocab_size}, hidden size {target.hidden_size}, {target.dtype}")
+    rows, report, held_out = read_data(options, target, log)
+    trainer: Trainer = options.trainer(options, target, accelerator, rows)
+    if trainer.ids is not None:
+        shares = coverage(trainer.ids, rows.tokens[rows.trained]), coverage(trainer.ids, trained_tokens(held_out))
+        log("draft vocabulary: {:,} of {:,} ids, {:.2%} of the text, {:.2%} of held-out text".format(
+            len(trainer.ids), target.vocab_size, *shares))  # fmt: skip
     if trainer.partial_start:
         log(f"warning: the backbone starts in part at the target's layers; {trainer.partial_start}", file=sys.stderr)
     if options.dry_run:
@@ -63,7 +71,6 @@ def train(options: TrainOptions, target: Target | None = None) -> Path:
             log(f"untrained head written: {options.out}")
         return options.out
     started = time.monotonic()
-    rows, report, held_out = read_data(options, target, log)
     prompts = held_out_prompts(options, target, held_out)  # before training: they may be refused
     trainer.setup(rows)
     trainer.train()
@@ -99,7 +106,10 @@ def train(options: TrainOptions, target: Target | None = None) -> Path:
 def read_target(options: TrainOptions, device: torch.device) -> Target:
     """Load the target, or what is needed of one that vLLM runs, and check attention over packed rows."""
     if options.states_of(target_config(options.target)) == "vllm":
-        drafter = options.hosted.serving(Path()) if options.hosted else None
+        drafter = None
+        if options.trunk.get("kind") == "drafter":
+            section = {**DrafterOptions.defaults({}), **options.trunk}
+            drafter = DrafterOptions.model_validate(section).serving(Path())
         served = load_served_target(options.target, options.target_dtype, device, options.engine, drafter)
         served.kept_bytes = 0 if drafter else KEPT_BYTES  # responses are generated without the drafter
         return served
@@ -140,6 +150,11 @@ def read_data(
     return rows, report, held_out
 
 
+def trained_tokens(documents: Documents) -> Tensor:
+    """Return the trained tokens of documents, [.] int64."""
+    return torch.cat([torch.from_numpy(tokens[trained]).long() for tokens, trained in documents])
+
+
 def with_defaults(options: TrainOptions) -> TrainOptions:
     """Return the options with the defaults that depend on the target's config.
 
@@ -171,6 +186,6 @@ def with_defaults(options: TrainOptions) -> TrainOptions:
         )
     check_folder(options.cache, "--cache")
     check_folder(options.out)
-    rate = (BACKBONE_RATE if options.head == "backbone" else RATE_BY_WIDTH) / text.hidden_size
+    rate = (BACKBONE_RATE if options.trunk.get("kind") == "backbone" else RATE_BY_WIDTH) / text.hidden_size
     rate = options.learning_rate or float(f"{rate:.2g}")
     return options.model_copy(update={"seq_len": options.seq_len or min(SEQ_LEN, longest), "learning_rate": rate})

@@ -79,6 +79,7 @@ class Trainer(ABC):
         options: Options of the run, `with_defaults`.
         target: The frozen target.
         accelerator: Devices and processes; None where there is no `setup`.
+        rows: Packed text that the draft vocabulary is chosen by; None: all ids are drafted.
     """
 
     family_options: ClassVar[tuple[str, ...]]  # options that other families do not have
@@ -91,12 +92,19 @@ class Trainer(ABC):
     draw: Callable[[int, int], Tensor] | None = None  # random numbers of windows, see WindowSource
     loss_unit = "nats per token"
     earlier_minutes = 0.0  # of the starts before --resume
+    ids: Tensor | None = None  # that are drafted, rising; None: all
     partial_start = ""  # weights of a new backbone that the target's layers do not have
     config: Any
     model: Any  # module (windows, watch) -> (loss, watched sums)
 
-    def __init__(self, options: TrainOptions, target: Target, accelerator: Accelerator | None = None) -> None:
-        self.options, self.target = options, target
+    def __init__(
+        self,
+        options: TrainOptions,
+        target: Target,
+        accelerator: Accelerator | None = None,
+        rows: Rows | None = None,
+    ) -> None:
+        self.options, self.target, self.rows = options, target, rows
         self.accelerator: Any = accelerator
         self.verifier = options.verifier or verifier_name(options.target, options.out)  # the target's name in the head
         torch.manual_seed(options.seed)

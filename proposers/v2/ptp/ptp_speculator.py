@@ -38,9 +38,10 @@ from vllm_mtpc.heads.ptp.distribution import reads_u
 from vllm_mtpc.heads.ptp.student import UNUSED_U
 from vllm_mtpc.kernels.pick import select_tokens
 from vllm_mtpc.proposers.options.switches import logger
+from vllm_mtpc.proposers.v2.draft_graphs import DraftGraphs, replace_attributes
 from vllm_mtpc.proposers.v2.lora import Gate, prepare_adapters
 from vllm_mtpc.proposers.v2.ptp.groups import GroupBlocks, Writes, build_student, check_attention
-from vllm_mtpc.proposers.v2.speculator import DraftGraphs, HeadSpeculator, replace_attributes
+from vllm_mtpc.proposers.v2.speculator import HeadSpeculator
 from vllm_mtpc.proposers.v2.verification import CoupledRejectionSampler, u_of
 from vllm_mtpc.proposers.worker.load import kept
 from vllm_mtpc.proposers.worker.swap import copy_tensors

@@ -12,7 +12,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import AliasPath, BaseModel, Field
 
 from vllm_mtpc.checkpoint.convert.source import ConvertOptions, target_config
@@ -22,7 +21,7 @@ from vllm_mtpc.checkpoint.locate import CONFIG_FILE, verifier_name
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import CheckpointError, validate
 from vllm_mtpc.files import read_json
-from vllm_mtpc.heads import build_head
+from vllm_mtpc.heads.head import build_head
 
 MARKOV = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
 METHODS = {"eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}  # by a part of the class name
@@ -76,19 +75,16 @@ def convert_drafter(options: ConvertOptions, label: str, given: str) -> str:
         window=drafter.window,
         num_components=1,
         num_speculative_tokens=min(drafter.window - 1, drafter.proposed or drafter.window),
-        head="hosted",
-        expander_rank=1,
-        token_rank=rank or None,
-        drafter={"method": drafter.method, "model": verifier_name(given, options.out)},
+        trunk={"kind": "drafter", "method": drafter.method, "model": verifier_name(given, options.out)},
+        leaves={"kind": "lm_head", "expander_rank": 0, "token_rank": rank},
         **options.config_fields(target),
     )
     tensors: dict[str, Any] = dict(build_head(config).state_dict())
-    tensors = {name: value.to(torch.bfloat16) for name, value in tensors.items()}  # exact: zeros, and P meets zeros
     if rank:
         source = Shards(options.ckpt)
         w1, w2 = (source.read(name) for name in MARKOV)
-        tensors["token_source"] = w1[: config.vocab_size]  # it may have more rows than the target has ids
-        tensors["token_target"] = w2.T[None].repeat(config.window - 1, 1, 1)
+        tensors["leaves.token_source"] = w1[: config.vocab_size]  # it may have more rows than the target has ids
+        tensors["leaves.token_target"] = w2.T[None].repeat(config.window - 1, 1, 1)
     title = f"{drafter.method} drafter of vLLM, window {config.window}"
     save_converted(options.out, config, tensors, title, {"from": label, "drafter": drafter.method})
-    return f"{config.circuit}, hosted on {drafter.method}, window {config.window}"
+    return f"{config.circuit.kind}, hosted on {drafter.method}, window {config.window}"

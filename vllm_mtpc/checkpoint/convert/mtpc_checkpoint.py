@@ -32,7 +32,8 @@ from vllm_mtpc.checkpoint.load import check_adapter_shapes, check_shapes, check_
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import CheckpointError, Model, printable, validate
 from vllm_mtpc.files import read_yaml
-from vllm_mtpc.heads.adapters import ALLOWED_LAYERS, Adapters
+from vllm_mtpc.heads.adapters import Adapters
+from vllm_mtpc.heads.trunk.lora import ALLOWED_LAYERS
 
 LEAF = "mt_head._categorical_log_probs_heads.0.head.proj"
 SUM, BIAS = "mt_head._sum_weights_heads.{}.head.proj", "mt_head._sum_weights_heads.{}.head.bias"
@@ -109,16 +110,24 @@ def convert_mtpc(options: ConvertOptions, label: str) -> str:
         circuit=circuit.name,
         window=n,
         num_components=r,
-        lora_layers=adapters.num_layers if adapters else 0,
+        trunk=lora_section(adapters),
+        leaves={"kind": "own"},
         **options.config_fields(target),
     )
     trained_on = resolve(settings, "${lm.model.from_huggingface}")
     record: dict[str, Any] = {"from": label, "trained_on": printable(str(trained_on), 300)}
     if isinstance(step := content.get("global_step"), int):
         record["global_step"] = step
-    save_converted(options.out, config, tensors, f"MtPC head: {config.circuit}, n={n}, r={r}", record, adapters)
+    save_converted(options.out, config, tensors, f"MtPC head: {circuit.name}, n={n}, r={r}", record, adapters)
     layers = f", {config.lora_layers} draft layers" if config.lora_layers else ""
-    return f"{config.circuit}, window {n}, {r} components{layers}"
+    return f"{circuit.name}, window {n}, {r} components{layers}"
+
+
+def lora_section(adapters: Adapters | None) -> dict[str, Any]:
+    """Return the trunk of a head with these adapters."""
+    if adapters is None:
+        return {"kind": "none"}
+    return {"kind": "lora", "layers": adapters.num_layers, "rank": adapters.rank, "alpha": float(adapters.alpha)}
 
 
 def resolve(settings: Mapping[str, Any], value: Any) -> Any:
@@ -166,8 +175,8 @@ def order_tensors(
 ) -> dict[str, Tensor]:
     """Return a head's tensors of those `given` by a checkpoint.
 
-    leaf_weight [n, r, V, D], root_weight [r, D], inner_weight [F, r, r, D] and inner_bias [F, r, r], as far as the
-    circuit has them. Raises CheckpointError for tensors of another circuit or target.
+    leaves.leaf_weight [n, r, V, D], root_weight [r, D], inner_weight [F, r, r, D] and inner_bias [F, r, r], as far as
+    the circuit has them. Raises CheckpointError for tensors of another circuit or target.
     """
     n, r, width = circuit.n_token, circuit.n_component, target["hidden_size"]
     sums, is_hmm = _sum_shapes(path, circuit.name, n, r), circuit.name == "hmm"
@@ -183,7 +192,7 @@ def order_tensors(
     if sorted(position) != list(range(n)):
         raise CheckpointError(f"{path}: _scope_idx = {position}; allowed: each of 0 to {n - 1} once; copy it again")
     values = {name: check_values(path, name, value) for name, value in given.items() if name != SCOPE}
-    tensors = {"leaf_weight": values[LEAF][[position.index(k) for k in range(n)]]}
+    tensors = {"leaves.leaf_weight": values[LEAF][[position.index(k) for k in range(n)]]}
     if sums:
         tensors["root_weight"] = values[SUM.format(len(sums) - 1)][0, 0]
     if order:

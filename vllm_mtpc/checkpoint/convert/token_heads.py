@@ -31,8 +31,10 @@ def convert_token_heads(options: ConvertOptions, label: str) -> str:
         raise CheckpointError(
             f"{options.target}: {LM_HEAD} is {found}; allowed: 2 or more times vocab_size rows; train a head"
         )
-    config = HeadConfig.create(circuit="ff", window=heads, num_components=1, **options.config_fields(target))
-    title = f"{config.circuit} head of {heads} prediction heads"
-    leaf = {"leaf_weight": weight.view(heads, 1, vocab_size, hidden_size)}
+    config = HeadConfig.create(
+        circuit="ff", window=heads, trunk={"kind": "none"}, leaves={"kind": "own"}, **options.config_fields(target)
+    )
+    title = f"ff head of {heads} prediction heads"
+    leaf = {"leaves.leaf_weight": weight.view(heads, 1, vocab_size, hidden_size)}
     save_converted(options.out, config, leaf, title, {"from": f"{LM_HEAD} of {label}"})
-    return f"{config.circuit}, window {config.window}"
+    return f"ff, window {config.window}"

@@ -15,8 +15,8 @@ from vllm_mtpc.checkpoint.locate import CONFIG_FILE, hub_name
 from vllm_mtpc.checkpoint.metadata import card_data
 from vllm_mtpc.checkpoint.save import save_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
-from vllm_mtpc.heads import build_head
 from vllm_mtpc.heads.adapters import Adapters
+from vllm_mtpc.heads.head import build_head
 
 
 def save_converted(
@@ -41,7 +41,7 @@ def save_converted(
         head = build_head(config)
     check_shapes(out, shapes_of(tensors), shapes_of(head.state_dict()), f"{CONFIG_FILE} and the target")
     head.load_state_dict(tensors, assign=True)
-    dtype = reduce(torch.promote_types, {tensor.dtype for tensor in tensors.values()})
+    dtype = reduce(torch.promote_types, {tensor.dtype for tensor in tensors.values()} or {torch.float16})
     dtype = dtype if dtype in (torch.float16, torch.bfloat16) else torch.float32
     target = config.speculators_config.verifier.name_or_path
     data = card_data(["mtpc", "speculative-decoding"], hub_name(target))

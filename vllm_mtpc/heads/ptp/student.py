@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads.adapters import AdaptedLayers, layered_backbone, sharing_copy, view_of
-from vllm_mtpc.heads.base import rank_in_group
 from vllm_mtpc.heads.ptp.embedding import AuxEmbedding, build_embedding
 from vllm_mtpc.heads.ptp.late import LateNetwork, build_late
+from vllm_mtpc.heads.trunk.backbone import rank_in_group
 
 UNUSED_U = 0.5  # of rows whose u is not used: greedy decoding, the independent baseline
 BYTES = ("evabyte", "tpu_llama")  # summaries of older windows; embeddings made of several tokens

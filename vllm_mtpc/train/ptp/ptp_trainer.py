@@ -38,7 +38,7 @@ OF_HEAD = ("variant", "u_embedding", "u_features", "late_width", "distribution_t
 class PtpTrainer(Trainer):
     """Trains a PTP head of any variant."""
 
-    family_options = (*OF_HEAD, "baseline", "ptp_loss", "proposals", "u_beta", *SAMPLING)
+    family_options = (*OF_HEAD, "lora_rank", "lora_alpha", "baseline", "ptp_loss", "proposals", "u_beta", *SAMPLING)
     noun, kind_option, chosen_by = "PTP heads", "variant", "head ptp"
     student_class = Student
     defaults = {"windows_per_step": 512, "learning_rate": 1e-3}  # noqa: RUF012

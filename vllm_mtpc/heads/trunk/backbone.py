@@ -1,36 +1,89 @@
-"""Backbone head: trained draft layers read several layers of the target; one pass computes a state per position.
+"""Trained draft layers that read several layers of the target; one pass computes a state per position.
 
     context, all tokens read so far:   c_s = hidden_norm(fc [aux_s of m target layers]); keys and values of c_s
     queries of a window after t:       [x_1, mask, mask, ...] at positions t + 1, t + 2, ...
     a layer (Qwen3's):                 queries read the context up to t and, in both directions, one another
     states:                            norm(queries after the last layer), [n, D]
 
-As in DFlash, one pass over a block reads the target's states as keys and values; here a circuit follows. Its leaves are
-the target's own lm_head on the states (`shared.py`); its sums are linear in the state of the first query. x_1 is
-given, so its leaf is the same for every component. `sample_from_anchor` (DSpark's layout): n - 1 queries
+As in DFlash, one pass over a block reads the target's states as keys and values; here leaves and a circuit follow. Its
+sums are linear in the state of the first query. `sample_from_anchor` (DSpark's layout): n - 1 queries
 [x_1, n - 2 masks], each for the *next* token: states [n - 1, D].
 
-aux: the residual stream after the layers `aux_hidden_state_layer_ids` of the target (0: the embeddings). The target's
-embedding and lm_head are bound to the head, neither trained nor saved with it. In training a text's context is computed
-once and its windows are blocks of one pass (`BackboneHead.read`).
+aux: the residual stream after the layers `aux_hidden_state_layer_ids` of the target (0: the embeddings). In training a
+text's context is computed once and its windows are blocks of one pass (`BackboneTrunk.read`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from vllm_mtpc.errors import HeadConfigError
-from vllm_mtpc.heads.base import INIT_STD, rank_in_group
-from vllm_mtpc.heads.hosted import WindowStatesHead
+from vllm_mtpc.heads.sections import MAX_LIST, MAX_WIDTH, Section, first_of
+from vllm_mtpc.heads.trunk.base import Trunk, Windows, document_positions
 
 KeysValues = tuple[Tensor, Tensor]  # [B, kv heads, S, head_dim] each
 CONTEXT_PER_QUERY = 4  # minimum keys of context per query of a pass
 SMALL = 0.1  # factor of a new layer's output projections
+INIT_STD = 0.01
+MAX_AUX = 5  # default number of the target's layers that are read
+
+Width = Annotated[int, Field(ge=1, le=MAX_WIDTH)]
+
+
+def aux_layers(target: Mapping[str, Any]) -> list[int]:
+    """Return up to five layers from the second to the third last, as DFlash reads them; all of a small target."""
+    layers = target.get("num_hidden_layers") or 1
+    first, last = (2, layers - 2) if layers > 4 else (1, layers)
+    steps = min(MAX_AUX, last - first + 1) - 1
+    return [first + round(step * (last - first) / max(1, steps)) for step in range(steps + 1)]
+
+
+class BackboneOptions(Section):
+    """Section of `config.json`."""
+
+    kind: Literal["backbone"] = Field(description="trained draft layers over states of several layers")
+    layers: int = Field(ge=1, le=5, description="draft layers (default: 2)")
+    heads: Width = Field(description="attention heads of a draft layer (default: the target's)")
+    kv_heads: Width = Field(description="key and value heads of a draft layer (default: the target's)")
+    head_dim: int = Field(ge=2, le=MAX_WIDTH, multiple_of=2, description="width of an attention head, even")
+    width: int = Field(ge=1, le=MAX_WIDTH, description="width of a draft layer's MLP (default: the target's)")
+    theta: float = Field(ge=1, description="base of the rotary positions")
+    eps: float = Field(ge=0, le=1, description="of the norms")
+    aux_hidden_state_layer_ids: list[Annotated[int, Field(ge=0, le=4096)]] = Field(
+        min_length=1, max_length=MAX_LIST, description="the target's layers that are read, from 1; 0: the embeddings"
+    )
+    sample_from_anchor: bool = Field(description="a query predicts the next token (DSpark), not its own (DFlash)")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        read = self.aux_hidden_state_layer_ids
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads={self.kv_heads} does not divide heads={self.heads}; set it to a divisor")
+        if read != sorted(set(read)):
+            raise ValueError(f"aux_hidden_state_layer_ids={read}: allowed are rising numbers; correct them")
+        return self
+
+    @classmethod
+    def defaults(cls, target: Mapping[str, Any]) -> dict[str, Any]:
+        """As in Section."""
+        heads = first_of("num_attention_heads")(target) or 8
+        theta = (target.get("rope_parameters") or target).get("rope_theta")
+        return {
+            "layers": 2,
+            "heads": heads,
+            "kv_heads": first_of("num_key_value_heads", "num_attention_heads")(target) or heads,
+            "head_dim": target.get("head_dim") or target["hidden_size"] // heads,
+            "width": target.get("intermediate_size") or 4 * target["hidden_size"],
+            "theta": float(theta) if theta else 10000.0,
+            "eps": target.get("rms_norm_eps") or 1e-6,
+            "aux_hidden_state_layer_ids": aux_layers(target),
+            "sample_from_anchor": False,
+        }
 
 
 class Context(NamedTuple):
@@ -155,50 +208,47 @@ def rotate(states: Tensor, rope: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-class BackboneHead(WindowStatesHead):
-    """A head on the states [B, n, D] of trained draft layers.
+class BackboneTrunk(Trunk):
+    """Parameters: `backbone.*`."""
 
-    Leaf parameters: `backbone.*`, and component_in and component_out with more than one component.
-    """
+    Options = BackboneOptions
+    sees_first = needs_embedding = True
 
-    noise_in = "component_in"
+    def __init__(self, options: BackboneOptions, window: int, hidden_size: int) -> None:
+        super().__init__(options, window, hidden_size)
+        sizes = options.heads, options.kv_heads, options.head_dim, options.width, options.eps
+        layers = [Layer(hidden_size, *sizes) for _ in range(options.layers)]
+        self.aux_layers, self.from_anchor = tuple(options.aux_hidden_state_layer_ids), options.sample_from_anchor
+        self.backbone = Backbone(layers, hidden_size, len(self.aux_layers), options.theta, options.eps)
 
-    def add_leaves(
-        self,
-        backbone_layers: int,
-        backbone_heads: int,
-        backbone_kv_heads: int,
-        backbone_head_dim: int,
-        backbone_width: int,
-        backbone_theta: float,
-        backbone_eps: float,
-        aux_hidden_state_layer_ids: list[int],
-        sample_from_anchor: bool,
-        component_rank: int = 0,
-    ) -> None:
-        heads, size, eps = (backbone_heads, backbone_kv_heads, backbone_head_dim), self.hidden_size, backbone_eps
-        layers = [Layer(size, *heads, backbone_width, eps) for _ in range(backbone_layers)]
-        self.aux_layers, self.from_anchor = list(aux_hidden_state_layer_ids), sample_from_anchor
-        self.backbone = Backbone(layers, size, len(self.aux_layers), backbone_theta, eps)
-        self.add_components(component_rank if self.circuit.num_components > 1 else 0)
-        self._embedding: tuple[Callable[[Tensor], Tensor], ...] = ()  # in a tuple: neither submodule nor parameter
-
-    def reset_leaves(self) -> None:
+    def reset_parameters(self) -> None:
+        """As in Trunk."""
         self.backbone.reset_parameters()
-        self.reset_components()
+
+    @property
+    def is_per_position(self) -> bool:
+        """As in Trunk."""
+        return True
 
     @property
     def num_queries(self) -> int:
         """Number of queries, and so of states, of a window."""
-        return self.circuit.window - self.from_anchor
+        return self.window - self.from_anchor
 
-    def bind_embedding(self, embedding: Callable[[Tensor], Tensor]) -> None:
-        """Set the target's embeddings: token ids [...] -> [..., D], as they enter its first layer."""
-        self._embedding = (embedding,)
+    def forward(self, hidden: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As in Trunk, for states [B, num_queries, D] of `read` or of a server's pass."""
+        return hidden[:, 0], hidden if self.from_anchor else hidden[:, 1:]
+
+    def windows(self, hidden: Tensor, document: Tensor, row: Tensor, start: Tensor, first: Tensor) -> Windows:
+        """As in Trunk."""
+        rows, of_row = row.unique(return_inverse=True)
+        document, first = document[rows], first.clamp(min=0)
+        context = self.context(hidden[rows, :, : -self.hidden_size], document_positions(document), document)
+        return lambda some: self.read(context, of_row[some], start[some], first[some])
 
     def context(self, aux: Tensor, position: Tensor, document: Tensor) -> Context:
         """Return the context of R rows of text from aux [R, S, m D], position [R, S] and document [R, S]."""
-        return Context(self.backbone.context(aux.to(self.hidden_dtype), position), position, document)
+        return Context(self.backbone.context(aux.to(self.backbone.fc.weight.dtype), position), position, document)
 
     def read(self, context: Context, row: Tensor, start: Tensor, first: Tensor) -> Tensor:
         """Return the states [B, n, D] of windows; up to W of a row read its context in one pass, [groups, W, n].
@@ -225,16 +275,8 @@ class BackboneHead(WindowStatesHead):
         return states.view(-1, self.num_queries, self.hidden_size).index_select(0, place * width + slot)
 
     def queries(self, first: Tensor) -> Tensor:
-        """Return the queries [..., n, D] of windows with x_1 = first [...]: its embedding, then masks.
-
-        Raises:
-            HeadConfigError: no embeddings are bound.
-        """
-        if not self._embedding:
-            raise HeadConfigError(
-                "head 'backbone' reads the target's embeddings and none are bound; call head.bind_embedding(...)"
-            )
-        embedded = self._embedding[0](first).to(self.hidden_dtype)[..., None, :]
+        """Return the queries [..., n, D] of windows with x_1 = first [...]: its embedding, then masks."""
+        embedded = self.embed(first).to(self.backbone.fc.weight.dtype)[..., None, :]
         masks = self.backbone.mask_embedding.expand(*first.shape, self.num_queries - 1, -1)
         return torch.cat([embedded, masks], -2)
 
@@ -246,13 +288,12 @@ class BackboneHead(WindowStatesHead):
         per_layer = 6 * self.hidden_size + heads * attention.head_dim + 4 * width
         return 4 * self.num_queries * len(self.backbone.layers) * per_layer
 
-    @property
-    def hidden_dtype(self) -> torch.dtype:
-        return self.backbone.fc.weight.dtype
 
-    def states(self, hidden: Tensor, start: int, stop: int) -> Tensor:
-        """As in BorrowedLmHead, for positions after x_1."""
-        return hidden[:, start - self.from_anchor : stop - self.from_anchor, None]
+def rank_in_group(group: Tensor) -> Tensor:
+    """Return how many entries before each of group [B] int64 are equal to it."""
+    order, counts, rank = group.argsort(stable=True), torch.bincount(group), torch.empty_like(group)
+    rank[order] = torch.arange(len(group), device=group.device) - (counts.cumsum(0) - counts)[group[order]]
+    return rank
 
 
 def windows_mask(starts: Tensor, document: Tensor, num_queries: int) -> Tensor:

@@ -1,0 +1,275 @@
+"""Heads trained side by side on the same windows: ``python -m benchmarks.grid FILE --runs FOLDER [--json FILE]``.
+
+FILE is YAML: ``title``, ``common`` (options of ``vllm-mtpc train``) and ``cells`` (name: what differs). ``--text`` is a
+folder of ``python -m benchmarks.own_text``: the target's own answers with its states. The last ``held_out`` texts are
+measured, the others trained on. Every step has one set of windows and one set of the target's distributions, which all
+cells are trained on, so that differences between cells are paired. FOLDER has a state of all cells, which an
+interrupted run continues with.
+
+A cell is measured along texts that the target wrote at T=1, and along its greedy texts: tokens/step, and its difference
+to the cell that ``against`` names, with the standard error over texts. ``given``: P(draft k is accepted, given that the
+drafts before it were), k = 1, 2, ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from benchmarks.own_text import NORMS_FILE, STATES_FILE, TEXT_FILE
+from vllm_mtpc.cli import guard
+from vllm_mtpc.data.rows import Rows
+from vllm_mtpc.engine import provenance
+from vllm_mtpc.eval.acceptance import collect, summarise
+from vllm_mtpc.eval.metrics import ratio, step_starts
+from vllm_mtpc.eval.text import Samples, Sampling
+from vllm_mtpc.files import read_yaml
+from vllm_mtpc.heads.head import Head
+from vllm_mtpc.hf import Target
+from vllm_mtpc.progress import Bar
+from vllm_mtpc.report import check_file, print_table, write_json
+from vllm_mtpc.train.losses import step_loss
+from vllm_mtpc.train.options import TrainOptions, parse
+from vllm_mtpc.train.run import read_target, with_defaults
+from vllm_mtpc.train.trainer import BETAS, MAX_NORM, learning_rate
+from vllm_mtpc.train.windows import Windows, WindowSource, window_states
+
+PROG = "python -m benchmarks.grid"
+SAVE_STEPS = 100
+
+
+@dataclass
+class Cell:
+    """A head in training."""
+
+    name: str
+    options: TrainOptions
+    head: Head
+    optimizer: torch.optim.Optimizer
+    seconds: float = 0.0
+
+
+class Text(NamedTuple):
+    """An answer of the target."""
+
+    tokens: Tensor  # [T] int64: the last token of the prompt, then the answer
+    states: Tensor  # [T - 1, D + 1], the states that predict the answer, and the log-sums of their logits
+    temperature: float
+
+
+@dataclass
+class Recorded:
+    """The states of recorded texts in packed rows, as `train.windows.WindowSource` reads them."""
+
+    rows: Rows
+    states: Tensor  # [N, S, D + 1]
+
+    @classmethod
+    def of(cls, texts: list[Text], seq_len: int) -> Recorded:
+        """Pack texts in their order."""
+        shape = -(-sum(len(text.tokens) for text in texts) // seq_len) + len(texts), seq_len
+        tokens, document = torch.zeros(shape, dtype=torch.int32), torch.full(shape, -1, dtype=torch.int32)
+        trained, states = torch.zeros(shape, dtype=torch.bool), torch.zeros(*shape, texts[0].states.shape[1])
+        row, end = 0, 0
+        for number, text in enumerate(texts):
+            length = len(text.tokens)
+            row, end = (row, end) if end + length <= seq_len else (row + 1, 0)
+            at = slice(end, end + length)
+            tokens[row, at], document[row, at], trained[row, end + 1 : end + length] = text.tokens.int(), number, True
+            states[row, end : end + length - 1] = text.states
+            end += length
+        kept = slice(0, row + 1)
+        return cls(Rows(tokens[kept], document[kept], trained[kept]), states[kept])
+
+    def hidden(self, row_indices: Tensor) -> Tensor:
+        """Return the states of rows."""
+        return self.states[row_indices]
+
+
+def read_texts(folder: Path, hidden_size: int) -> list[Text]:
+    """Return the texts of a folder of `benchmarks.own_text`."""
+    states = np.memmap(folder / STATES_FILE, np.float16, "r").reshape(-1, hidden_size)
+    norms, texts, first = np.fromfile(folder / NORMS_FILE, np.float32), list[Text](), 0
+    for line in (folder / TEXT_FILE).read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        place = slice(first, first := first + len(record["response_ids"]))
+        both = np.concatenate([states[place].astype(np.float32), norms[place, None]], 1)
+        tokens = torch.tensor([record["prompt_ids"][-1], *record["response_ids"]])
+        texts.append(Text(tokens, torch.from_numpy(both), record["temperature"]))
+    return texts
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog=PROG, description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path, metavar="FILE", help="YAML: title, common, measured, cells")
+    parser.add_argument("--text", type=Path, required=True, metavar="FOLDER", help="of benchmarks.own_text")
+    parser.add_argument("--runs", type=Path, required=True, metavar="FOLDER", help="of the state of the cells")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
+    args = parser.parse_args(arguments)
+    return guard(PROG, lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> int:
+    check_file(args.json)
+    plan = read_yaml(args.file)
+    common = plan["common"] | {"out": args.runs / "common", "data": [str(args.text / TEXT_FILE)]}
+    options = with_defaults(parse(common))
+    target = read_target(options, torch.device("cpu"))
+    texts = read_texts(args.text, target.hidden_size)
+    held_out, texts = texts[-plan["held_out"] :], texts[: -plan["held_out"]]
+    rows = (source := Recorded.of(texts, options.seq_len or 1024)).rows
+    cells = [build(name, common | (changes or {}), target, rows) for name, changes in plan["cells"].items()]
+    steps = train(cells, options, target, source, args.runs)
+    results = measure(cells, plan.get("against"), held_out, target)
+    table = [[row["name"], f"{row['parameters'] / 1e6:.2f}M", shown(row["t1"]), shown(row["t0"])] for row in results]
+    print_table(plan["title"], ("head", "parameters", "tokens/step, T=1", "T=0"), table)
+    if args.json:
+        facts = {
+            "title": plan["title"],
+            "tokens": int(rows.trained.sum()),
+            "steps": steps,
+            "against": plan.get("against"),
+        }
+        write_json(args.json, {**facts, **provenance.collect(), "rows": results})
+    return 0
+
+
+def build(name: str, values: dict[str, Any], target: Target, rows: Rows) -> Cell:
+    """Return an untrained cell."""
+    options = with_defaults(parse(values, f"cell {name}"))
+    trainer = options.trainer(options, target, Accelerator(cpu=True), rows)
+    trained = [value for value in trainer.head.parameters() if value.requires_grad]
+    return Cell(name, options, trainer.head, torch.optim.AdamW(trained, betas=BETAS, weight_decay=0.0, fused=True))
+
+
+def train(cells: list[Cell], options: TrainOptions, target: Target, source: Recorded, folder: Path) -> int:
+    """Train all cells for the steps of `options`; return their number."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "cells.pt"
+    windows = max(cell.options.window for cell in cells)
+    order = WindowSource(source, windows, options.windows_per_step, options.block_rows or 256, options.seed)
+    steps = options.max_steps or int(order.steps_per_epoch() * (options.epochs or 1))
+    first = load(cells, file)
+    with Bar(total=steps, initial=first, desc="grid", unit="step") as bar, open(folder / "losses.jsonl", "a") as log:
+        batches = order.batches(first)
+        for step in range(first, steps):
+            batch = next(batches)
+            losses = train_step(cells, batch, target, step, steps)
+            if (step + 1) % 10 == 0:
+                log.write(json.dumps({"step": step + 1, "losses": losses}) + "\n")
+                log.flush()
+            if (step + 1) % SAVE_STEPS == 0 or step + 1 == steps:
+                save(cells, file, step + 1)
+            bar.update()
+    return steps
+
+
+def train_step(cells: list[Cell], batch: Windows, target: Target, step: int, steps: int) -> dict[str, float]:
+    """Take a step of every cell on the same windows; return the losses."""
+    longest, losses, shared = batch.tokens.shape[1], {}, dict[int, Tensor]()
+    hidden, norms = batch.hidden[..., :-1], batch.hidden[..., -1:]
+    with torch.no_grad():
+        states = window_states(hidden, batch.row, batch.start, longest)
+        own = window_states(norms, batch.row, batch.start, longest)
+        for cell in cells:
+            if cell.head.columns not in shared:
+                ids = cell.head.vocabulary and cell.head.vocabulary.ids
+                shared[cell.head.columns] = target.logits_for(ids)(states) - own  # [B, n, columns]
+    for cell in cells:
+        started, n, skip = time.perf_counter(), cell.options.window, cell.head.leaves.skip
+        for group in cell.optimizer.param_groups:
+            group["lr"] = learning_rate(cell.options, step, steps)
+        tokens, log_p = batch.tokens[:, :n], shared[cell.head.columns][:, skip:n]
+        places = hidden, batch.document, batch.row, batch.start, tokens[:, 0]
+        read = cell.head.trunk.windows(*places)
+        values = (lambda some, read=read, cell=cell: read(some).to(cell.head.hidden_dtype)), tokens, batch.counts[:n]
+        loss = step_loss(cell.head, *values, lambda some, log_p=log_p: log_p[some], cell.options)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(cell.head.parameters(), MAX_NORM)
+        cell.optimizer.step()
+        cell.optimizer.zero_grad()
+        cell.seconds += time.perf_counter() - started
+        losses[cell.name] = loss.item()
+    return losses
+
+
+def save(cells: list[Cell], file: Path, step: int) -> None:
+    """Write all cells; an interruption leaves the state before."""
+    parts = {c.name: (c.head.state_dict(), c.optimizer.state_dict(), c.seconds) for c in cells}
+    torch.save({"step": step, "cells": parts}, file.with_suffix(".partial"))
+    file.with_suffix(".partial").rename(file)
+
+
+def load(cells: list[Cell], file: Path) -> int:
+    """Read the cells of an interrupted run; return their step."""
+    if not file.exists():
+        return 0
+    kept = torch.load(file, weights_only=True)
+    for cell in cells:
+        head, optimizer, cell.seconds = kept["cells"][cell.name]
+        cell.head.load_state_dict(head)
+        cell.optimizer.load_state_dict(optimizer)
+    return kept["step"]
+
+
+def measure(cells: list[Cell], against: str | None, held_out: list[Text], target: Target) -> list[dict[str, Any]]:
+    """Return a row per cell: its size, seconds and results by temperature of the texts."""
+    texts = {f"t{t}": samples_of([text for text in held_out if text.temperature == t]) for t in (1, 0)}
+    rows, base = [], dict[str, tuple[Tensor, Tensor]]()
+    order = sorted(cells, key=lambda cell: cell.name != against)
+    for cell in Bar(order, desc="measured", unit="head"):
+        results = {}
+        for name, samples in texts.items():
+            contexts = collect(cell.head, target, samples, Sampling(float(name[-1])))
+            found, alive = summarise(contexts), contexts.overlap
+            starts = step_starts(contexts.text, contexts.valid)
+            sums = (starts * (1 + alive.sum(-1))).sum(1), starts.sum(1)  # tokens and steps of each text
+            base.setdefault(name, sums)
+            ahead = [1.0, *found.per_position[:-1]]
+            results[name] = {
+                "tokens_per_step": found.tokens_per_step, "standard_error": found.standard_error,
+                "given": [k / max(before, 1e-9) for k, before in zip(found.per_position, ahead, strict=True)],
+                "gain": paired(sums, base[name]), "coverage": found.coverage, "texts": found.sequences,
+            }  # fmt: skip
+        parameters = sum(value.numel() for value in cell.head.parameters())
+        rows.append({"name": cell.name, "parameters": parameters, "seconds": round(cell.seconds, 1), **results})
+    return rows
+
+
+def paired(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> list[float]:
+    """Return the difference of two ratios over the same texts and its standard error (linearised)."""
+    values, residuals = [], []
+    for tokens, steps in (one, other):
+        values.append(ratio(tokens, steps)[0])
+        residuals.append((tokens - values[-1] * steps) / steps.mean())
+    spread = (residuals[0] - residuals[1]).std().item()
+    return [values[0] - values[1], spread / len(residuals[0]) ** 0.5]
+
+
+def samples_of(texts: list[Text]) -> Samples:
+    """Return texts as the evaluator reads them."""
+    tokens = pad_sequence([text.tokens for text in texts], True, -1)
+    hidden = pad_sequence([text.states[:, :-1] for text in texts], True)
+    lengths = torch.tensor([len(text.tokens) for text in texts])
+    return Samples(tokens, hidden, torch.ones_like(lengths), lengths)
+
+
+def shown(result: dict[str, Any]) -> str:
+    """Format the result of one text."""
+    gain, error = result["gain"]
+    return f"{result['tokens_per_step']:.3f} ± {result['standard_error']:.3f} ({gain:+.3f} ± {error:.3f})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
