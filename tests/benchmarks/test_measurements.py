@@ -35,5 +35,5 @@ def test_assumed_float32_share_reproduces_the_measured_step(root: Path) -> None:
 @pytest.mark.parametrize("file", PLANS, ids=lambda file: file.stem)
 def test_options_of_kept_plans_are_accepted(root: Path, file: Path) -> None:
     plan = read_yaml(root / file)
-    for changed in plan["runs"].values():
-        parse({**plan["common"], "out": Path("head"), **(changed or {})})
+    for changed in (plan.get("runs") or plan["cells"]).values():
+        parse({"data": ["text"], **plan["common"], "out": Path("head"), **(changed or {})})

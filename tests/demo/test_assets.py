@@ -45,7 +45,7 @@ def test_head_loads_and_names_its_target(name):
         assert student.aux(read, zero, zero + 6, torch.full((1, 8), 0.25)).shape == (1, 8, config.hidden_size)
     else:
         config, head = load_head(demo.path(name))
-        assert config.circuit == ("btree" if name == demo.BACKBONE else name)
+        assert config.circuit.kind == ("btree" if name == demo.BACKBONE else name)
         assert {weight.dtype for weight in head.parameters()} == {torch.float32}
     verifier = config.speculators_config.verifier.name_or_path
     assert config.window == 8 and resolve_verifier(demo.path(name), verifier) == str(demo.path("target"))

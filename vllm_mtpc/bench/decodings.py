@@ -81,7 +81,8 @@ def _labels(configs: Sequence[tuple[str, Any]]) -> list[str]:
     depth = next(depth for depth in itertools.count(1) if len({path[-depth:] for path in paths}) == len(paths))
     labels = []
     for path, (_, config) in zip(paths, configs, strict=True):
-        folder, kind = "/".join(path[-depth:]), getattr(config, "circuit", None) or config.variant
+        folder, circuit = "/".join(path[-depth:]), getattr(config, "circuit", None)
+        kind = circuit.kind if circuit else config.variant
         label = "ff (Medusa-style)" if kind == "ff" else kind
         labels.append(label if folder == kind else f"{folder} [{label}]")
     return labels

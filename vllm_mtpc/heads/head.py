@@ -155,7 +155,7 @@ class Head(nn.Module):
     ) -> tuple[Tensor | None, Tensor, LowRank | None]:
         """Return evidence, leaf and low of `DraftParams` with the fewest bytes."""
         if self.leaves.skip or (self.circuit.num_components == 1 and getattr(self.leaves, "shard", None) is None):
-            evidence = first.new_zeros(len(states), self.circuit.num_components, dtype=torch.float32)  # it cancels
+            evidence = torch.zeros(len(states), self.circuit.num_components, device=states.device)  # it cancels
             return evidence, *self.leaves.base(states, 1, num_drafts + 1)
         return self.leaves.draft(states, self._column(first), num_drafts + 1)
 

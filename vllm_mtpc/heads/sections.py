@@ -30,7 +30,7 @@ class Section(BaseModel):
 class Table:
     """The choices of one part by name: "module:class" of each, imported on first use; a class has `Options`."""
 
-    def __init__(self, part: str, **places: str) -> None:
+    def __init__(self, part: str, places: dict[str, str]) -> None:
         self.part, self.places = part, places
 
     def find(self, kind: Any) -> Any:

@@ -6,6 +6,8 @@ from vllm_mtpc.heads.sections import Table
 
 LEAVES = Table(
     "leaves",
-    own="vllm_mtpc.heads.leaves.own:OwnLeaves",
-    lm_head="vllm_mtpc.heads.leaves.lm_head:LmHeadLeaves",
+    {
+        "own": "vllm_mtpc.heads.leaves.own:OwnLeaves",
+        "lm_head": "vllm_mtpc.heads.leaves.lm_head:LmHeadLeaves",
+    },
 )

@@ -6,9 +6,11 @@ from vllm_mtpc.heads.sections import Table
 
 TRUNKS = Table(
     "trunk",
-    none="vllm_mtpc.heads.trunk.none:NoTrunk",
-    mlp="vllm_mtpc.heads.trunk.mlp:MlpTrunk",
-    lora="vllm_mtpc.heads.trunk.lora:LoraTrunk",
-    backbone="vllm_mtpc.heads.trunk.backbone:BackboneTrunk",
-    drafter="vllm_mtpc.heads.trunk.drafter:DrafterTrunk",
+    {
+        "none": "vllm_mtpc.heads.trunk.none:NoTrunk",
+        "mlp": "vllm_mtpc.heads.trunk.mlp:MlpTrunk",
+        "lora": "vllm_mtpc.heads.trunk.lora:LoraTrunk",
+        "backbone": "vllm_mtpc.heads.trunk.backbone:BackboneTrunk",
+        "drafter": "vllm_mtpc.heads.trunk.drafter:DrafterTrunk",
+    },
 )
