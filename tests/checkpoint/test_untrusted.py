@@ -114,7 +114,8 @@ def test_config_yaml_that_grows_is_refused(tmp_path: Path, text: str, words: str
     start = time.process_time()
     with pytest.raises(CheckpointError, match=words.replace("*", r"\*")) as caught:
         read_yaml(tmp_path / "config.yaml")
-    assert time.process_time() - start < 1.0 and str(caught.value).isprintable()
+    # 1.3 s on a processor without AVX-512; what grows without a limit takes minutes
+    assert time.process_time() - start < 3.0 and str(caught.value).isprintable()
 
 
 @pytest.mark.parametrize(
