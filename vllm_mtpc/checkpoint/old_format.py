@@ -19,6 +19,7 @@ BACKBONE = ("layers", "heads", "kv_heads", "head_dim", "width", "theta", "eps") 
 AUX = ("aux_hidden_state_layer_ids", "sample_from_anchor")
 GONE = ("head", "lora_layers", "drafter", "hidden_state_layer", "x1_from", "num_components", "circuit")
 RANKS = ("token_rank", "component_rank", "expander_rank")
+OF_THE_HEAD = ("root_", "inner_", "d2t", "t2d")  # today's head may have no others
 OF_POSITIONS = ("component_in", "component_out")  # had a row for x_1, which these trunks have seen
 
 
@@ -42,7 +43,12 @@ def upgrade_config(values: dict[str, Any], folder: Path) -> dict[str, Any]:
         trunk |= values.get("drafter") or {}
     elif layers := values.get("lora_layers"):
         adapters = read_json(folder / ADAPTER_CONFIG_FILE)
-        trunk = {"kind": "lora", "layers": layers, "rank": adapters.get("r"), "alpha": float(adapters["lora_alpha"])}
+        trunk = {
+            "kind": "lora",
+            "layers": layers,
+            "rank": adapters.get("r"),
+            "alpha": float(adapters.get("lora_alpha") or 0),
+        }
     leaves: dict[str, Any] = {"kind": leaves_kind, "token_rank": values.get("token_rank", 0)}
     if leaves_kind == "lm_head":
         leaves |= {name: values.get(name, 0) for name in RANKS}
@@ -58,6 +64,6 @@ def upgrade_tensors(tensors: Mapping[str, Tensor], sees_first: bool) -> dict[str
         return dict(tensors)
     found = {}
     for name, value in tensors.items():
-        part = "trunk." if name.startswith("backbone.") else "" if name.startswith(("root_", "inner_")) else "leaves."
+        part = "trunk." if name.startswith("backbone.") else "" if name.startswith(OF_THE_HEAD) else "leaves."
         found[part + name] = value[1:] if sees_first and name in OF_POSITIONS else value
     return found

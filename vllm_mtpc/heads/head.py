@@ -76,9 +76,8 @@ class Head(nn.Module):
         if leaves.columns < vocab_size:
             self.register_buffer("d2t", torch.zeros(leaves.columns, dtype=torch.int64))
             self.register_buffer("t2d", torch.zeros(vocab_size, dtype=torch.bool))
-        if not any(
-            value.is_meta for value in self.parameters()
-        ):  # on meta, even filling a tensor imports seconds worth of torch
+        # on meta, even filling a tensor imports seconds worth of torch
+        if not any(value.is_meta for value in self.parameters()):
             self.reset_parameters()
 
     @property
