@@ -1,10 +1,10 @@
 """Heads trained side by side on the same windows: ``python -m benchmarks.grid FILE --runs FOLDER [--json FILE]``.
 
-FILE is YAML: ``title``, ``common`` (options of ``vllm-mtpc train``) and ``cells`` (name: what differs). ``--text`` is a
-folder of ``python -m benchmarks.own_text``: the target's own answers with its states. The last ``held_out`` texts are
-measured, the others trained on. Every step has one set of windows and one set of the target's distributions, which all
-cells are trained on, so that differences between cells are paired. FOLDER has a state of all cells, which an
-interrupted run continues with.
+FILE is YAML: ``title``, ``common`` (options of ``vllm-mtpc train``) and ``cells`` (name: what differs). ``--text`` are
+folders of ``python -m benchmarks.own_text``: the target's own answers with its states. The answers of the last
+``held_out`` conversations are measured, the others trained on; ``--unseen`` is measured as well (Spec-Bench). Every
+step has one set of windows and one set of the target's distributions, which all cells are trained on, so that
+differences between cells are paired. FOLDER has a state of all cells, which an interrupted run continues with.
 
 A cell is measured along texts that the target wrote at T=1, and along its greedy texts: tokens/step, and its difference
 to the cell that ``against`` names, with the standard error over texts. ``given``: P(draft k is accepted, given that the
@@ -34,12 +34,13 @@ from vllm_mtpc.engine import provenance
 from vllm_mtpc.eval.acceptance import collect, summarise
 from vllm_mtpc.eval.metrics import ratio, step_starts
 from vllm_mtpc.eval.text import Samples, Sampling
-from vllm_mtpc.files import read_yaml
+from vllm_mtpc.files import read_json, read_yaml
 from vllm_mtpc.heads.head import Head
 from vllm_mtpc.hf import Target
 from vllm_mtpc.progress import Bar
 from vllm_mtpc.report import check_file, print_table, write_json
 from vllm_mtpc.train.losses import step_loss
+from vllm_mtpc.train.memory import keep_freed_memory
 from vllm_mtpc.train.options import TrainOptions, parse
 from vllm_mtpc.train.run import read_target, with_defaults
 from vllm_mtpc.train.trainer import BETAS, MAX_NORM, learning_rate
@@ -66,6 +67,7 @@ class Text(NamedTuple):
     tokens: Tensor  # [T] int64: the last token of the prompt, then the answer
     states: Tensor  # [T - 1, D + 1], the states that predict the answer, and the log-sums of their logits
     temperature: float
+    conversation: tuple[str, int]
 
 
 @dataclass
@@ -106,16 +108,20 @@ def read_texts(folder: Path, hidden_size: int) -> list[Text]:
         place = slice(first, first := first + len(record["response_ids"]))
         both = np.concatenate([states[place].astype(np.float32), norms[place, None]], 1)
         tokens = torch.tensor([record["prompt_ids"][-1], *record["response_ids"]])
-        texts.append(Text(tokens, torch.from_numpy(both), record["temperature"]))
+        place_of = str(folder), record["conversation"]
+        texts.append(Text(tokens, torch.from_numpy(both), record["temperature"], place_of))
     return texts
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=PROG, description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path, metavar="FILE", help="YAML: title, common, measured, cells")
-    parser.add_argument("--text", type=Path, required=True, metavar="FOLDER", help="of benchmarks.own_text")
+    parser.add_argument("--text", type=Path, required=True, nargs="+", metavar="FOLDER", help="of benchmarks.own_text")
+    parser.add_argument("--unseen", type=Path, metavar="FOLDER", help="of benchmarks.own_text --questions")
+    parser.add_argument("--cells", nargs="+", metavar="NAME", help="only these (default: all)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the order and the starts")
     parser.add_argument("--runs", type=Path, required=True, metavar="FOLDER", help="of the state of the cells")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="add the results there as well")
     args = parser.parse_args(arguments)
     return guard(PROG, lambda: run(args))
 
@@ -123,26 +129,36 @@ def main(arguments: list[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> int:
     check_file(args.json)
     plan = read_yaml(args.file)
-    common = plan["common"] | {"out": args.runs / "common", "data": [str(args.text / TEXT_FILE)]}
+    common = plan["common"] | {"seed": args.seed, "out": args.runs / "common", "data": [str(args.text[0] / TEXT_FILE)]}
+    keep_freed_memory()
     options = with_defaults(parse(common))
     target = read_target(options, torch.device("cpu"))
-    texts = read_texts(args.text, target.hidden_size)
-    held_out, texts = texts[-plan["held_out"] :], texts[: -plan["held_out"]]
+    texts = [text for folder in args.text for text in read_texts(folder, target.hidden_size)]
+    last = set(list(dict.fromkeys(text.conversation for text in texts))[-plan["held_out"] :])
+    measured = {"own": [text for text in texts if text.conversation in last]}
+    if args.unseen:
+        measured["unseen"] = read_texts(args.unseen, target.hidden_size)
+    texts = [text for text in texts if text.conversation not in last]
     rows = (source := Recorded.of(texts, options.seq_len or 1024)).rows
-    cells = [build(name, common | (changes or {}), target, rows) for name, changes in plan["cells"].items()]
+    chosen = args.cells or plan["cells"]
+    cells = [build(name, common | (plan["cells"][name] or {}), target, rows) for name in chosen]
     steps = train(cells, options, target, source, args.runs)
-    results = measure(cells, plan.get("against"), held_out, target)
-    table = [[row["name"], f"{row['parameters'] / 1e6:.2f}M", shown(row["t1"]), shown(row["t0"])] for row in results]
-    print_table(plan["title"], ("head", "parameters", "tokens/step, T=1", "T=0"), table)
+    results = measure(cells, plan.get("against"), measured, target)
+    names = [f"{name}_t{t}" for name in measured for t in (1, 0)]
+    table = [[row["name"], f"{row['parameters'] / 1e6:.2f}M", *(shown(row[name]) for name in names)] for row in results]
+    print_table(plan["title"], ("head", "parameters", *names), table)
     if args.json:
-        facts = {
-            "title": plan["title"],
-            "tokens": int(rows.trained.sum()),
-            "steps": steps,
-            "against": plan.get("against"),
-        }
-        write_json(args.json, {**facts, **provenance.collect(), "rows": results})
+        tokens, against = int(rows.trained.sum()), plan.get("against")
+        facts = {"title": plan["title"], "tokens": tokens, "steps": steps, "against": against, **provenance.collect()}
+        results = [row | {"seed": args.seed} for row in results]
+        write_json(args.json, {**facts, "rows": kept_rows(args.json, facts["commit"], results) + results})
     return 0
+
+
+def kept_rows(file: Path, commit: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of a result of this commit that these do not replace."""
+    old, new = read_json(file) if file.exists() else {}, {(row["name"], row["seed"]) for row in rows}
+    return [row for row in old["rows"] if (row["name"], row["seed"]) not in new] if old.get("commit") == commit else []
 
 
 def build(name: str, values: dict[str, Any], target: Target, rows: Rows) -> Cell:
@@ -223,9 +239,15 @@ def load(cells: list[Cell], file: Path) -> int:
     return kept["step"]
 
 
-def measure(cells: list[Cell], against: str | None, held_out: list[Text], target: Target) -> list[dict[str, Any]]:
-    """Return a row per cell: its size, seconds and results by temperature of the texts."""
-    texts = {f"t{t}": samples_of([text for text in held_out if text.temperature == t]) for t in (1, 0)}
+def measure(
+    cells: list[Cell], against: str | None, measured: dict[str, list[Text]], target: Target
+) -> list[dict[str, Any]]:
+    """Return a row per cell: its size, seconds and results by texts and their temperature."""
+    texts = {
+        f"{name}_t{t}": samples_of([text for text in some if text.temperature == t])
+        for name, some in measured.items()
+        for t in (1, 0)
+    }
     rows, base = [], dict[str, tuple[Tensor, Tensor]]()
     order = sorted(cells, key=lambda cell: cell.name != against)
     for cell in Bar(order, desc="measured", unit="head"):

@@ -1,9 +1,10 @@
 """Text that the target writes alone, with its states: ``python -m benchmarks.own_text TARGET --tokens N --out FOLDER``.
 
-The prompts are those of `vllm-mtpc regenerate --prompts self` with other temperatures of the user's turns; unfinished
-answers are kept. FOLDER has `own.jsonl`, a line per answer; `states.bin`, float16 [tokens, D], the target's state
-before each token of the answers; `norms.bin`, float32 [tokens], the log-sum of its logits. An interrupted run goes on
-with the next conversation. One engine runs in this process, in float32; states cost nothing: logits need them.
+The target writes user's turns as `vllm-mtpc regenerate --prompts self` does, then three answers to each at temperatures
+of 0.6, 0.8, 1 and 0; unfinished answers are kept. ``--questions FILE`` (Spec-Bench's) has the first turns of that file
+answered at 1 and 0 instead. FOLDER has `own.jsonl`, a line per answer; `states.bin`, float16 [tokens, D], the target's
+state before each token of the answers; `norms.bin`, float32 [tokens], the log-sum of its logits. An interrupted run
+goes on with the next conversation. One engine runs in this process, in float32; states cost nothing: logits need them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ import numpy as np
 from torch import Tensor
 
 from vllm_mtpc.batch.options import TEMPERATURES, RegenerateOptions
-from vllm_mtpc.batch.self_prompts import SECOND_TURN, SelfPrompts
+from vllm_mtpc.batch.self_prompts import SelfPrompts
 from vllm_mtpc.cli import guard
 from vllm_mtpc.data.sources import chat_prompt
 from vllm_mtpc.hf.model import target_tokenizer
@@ -27,16 +30,17 @@ from vllm_mtpc.progress import Bar
 
 PROG = "python -m benchmarks.own_text"
 TEXT_FILE, STATES_FILE, NORMS_FILE = "own.jsonl", "states.bin", "norms.bin"
-SEQS, USER_TOKENS, ANSWER_TOKENS, USER_TEMPERATURES = 96, 160, 320, (0.7, 0.9)
+SEQS, USER_TOKENS, ANSWERS, ANSWER_TOKENS, USER_TEMPERATURES = 96, 160, 3, 320, (0.7, 0.9)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=PROG, description=__doc__.splitlines()[0])
     parser.add_argument("target", help="folder or hub name of a chat model")
-    parser.add_argument("--tokens", type=int, required=True, metavar="N", help="of the answers, at least")
+    parser.add_argument("--tokens", type=int, default=sys.maxsize, metavar="N", help="of the answers, at least")
+    parser.add_argument("--questions", type=Path, metavar="FILE", help="JSON lines with `turns`; ends after the last")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="continued if it is there")
     args = parser.parse_args(arguments)
-    return guard(PROG, lambda: write(args.target, args.tokens, args.out))
+    return guard(PROG, lambda: write(args.target, args.tokens, args.questions, args.out))
 
 
 class Recorder:
@@ -59,8 +63,13 @@ class Recorder:
         return np.stack([state for state, _ in rows]), np.array([norm for _, norm in rows], np.float32)
 
 
-def write(target: str, tokens: int, out: Path) -> int:
-    """Append answers until there are this many tokens."""
+def read_lines(file: Path) -> list[str]:
+    """Return the lines of a file."""
+    return file.read_text(encoding="utf-8").splitlines()
+
+
+def write(target: str, tokens: int, questions: Path | None, out: Path) -> int:
+    """Append answers until there are this many tokens, or no more questions."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
     from vllm import LLM, SamplingParams
 
@@ -68,39 +77,45 @@ def write(target: str, tokens: int, out: Path) -> int:
     tokenizer, file = target_tokenizer(target), out / TEXT_FILE
     writer = SelfPrompts(RegenerateOptions(target=target, prompts="self", limit=1, out=file), tokenizer)
     sizes = {"max_num_seqs": SEQS, "max_num_batched_tokens": 2048, "max_model_len": 2048}
-    memory = {"kv_cache_memory_bytes": 3 << 30, "enable_prefix_caching": False}
-    engine = LLM(target, dtype="float32", enforce_eager=True, **sizes, **memory).llm_engine
+    memory = {"kv_cache_memory_bytes": 3 << 30, "block_size": 32}
+    lines = [json.loads(line) for line in read_lines(file)] if file.exists() else []
+    # A seed of its own: a run that goes on would otherwise write the first run's text again.
+    engine = LLM(target, dtype="float32", enforce_eager=True, seed=len(lines), **sizes, **memory).llm_engine
     recorder = Recorder(engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner)
-    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
-    seen = {line["messages"][-2]["content"].strip().lower() for line in lines}
+    seen = {line["messages"][0]["content"].strip().lower() for line in lines}
     number = max((line["conversation"] for line in lines), default=-1) + 1
+    asked = [json.loads(line)["turns"][0] for line in read_lines(questions)] if questions else []
     done, live = sum(len(line["response_ids"]) for line in lines), dict[str, dict[str, Any]]()
 
-    def ask(one: dict[str, Any]) -> None:
-        messages, at = one["messages"], one["number"]
-        one["is_user"] = len(messages) % 2 == 0
-        if one["is_user"]:
-            one["prompt"], how = writer._parts(messages)[0], {"temperature": USER_TEMPERATURES[at % 2]}
-            how["max_tokens"] = USER_TOKENS
-        else:
-            one["prompt"] = chat_prompt(messages, tokenizer)
-            how = {"temperature": TEMPERATURES[at % len(TEMPERATURES)], "max_tokens": ANSWER_TOKENS}
-        one["temperature"] = how["temperature"]
-        name = f"{at}/{len(messages)}"
-        live[name] = one
-        sampling = SamplingParams(**how, stop_token_ids=[writer.end])
-        engine.add_request(name, {"prompt_token_ids": one["prompt"]}, sampling)
+    def ask(name: str, prompt: list[int], temperature: float, most: int, **facts: Any) -> None:
+        live[name] = facts | {"prompt_ids": prompt, "temperature": temperature}
+        sampling = SamplingParams(temperature=temperature, max_tokens=most, stop_token_ids=[writer.end])
+        engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+
+    def begin(number: int) -> None:
+        if asked:
+            return answer(number, asked[number], (1.0, 0.0))
+        temperature = USER_TEMPERATURES[number % 2]
+        ask(f"{number}/user", writer._parts([])[0], temperature, USER_TOKENS, conversation=number)
+
+    def answer(number: int, content: str, temperatures: Iterable[float]) -> None:
+        messages = [{"role": "user", "content": content}]
+        prompt = chat_prompt(messages, tokenizer)
+        for one in temperatures:
+            ask(f"{number}/{one}", prompt, one, ANSWER_TOKENS, conversation=number, messages=messages)
 
     with (
         open(file, "a", encoding="utf-8") as text,
         open(out / STATES_FILE, "ab") as states,
         open(out / NORMS_FILE, "ab") as norms,
-        Bar(total=tokens, initial=done, desc="own text", unit="token") as bar,
+        Bar(total=None if asked else tokens, initial=done, desc="own text", unit="token") as bar,
     ):
         while bar.n < tokens:
-            while len(live) < SEQS:
-                ask({"number": number, "messages": [], "turns": 1 if number % SECOND_TURN else 2})
+            while len(live) <= SEQS - ANSWERS and number < (len(asked) or sys.maxsize):
+                begin(number)
                 number += 1
+            if not live:
+                break
             for request in engine.step():
                 if not request.finished:
                     continue
@@ -108,24 +123,21 @@ def write(target: str, tokens: int, out: Path) -> int:
                 reason = request.outputs[0].finish_reason
                 found = recorder.take(request.request_id, len(ids))
                 content = tokenizer.decode(ids, skip_special_tokens=True)
-                content = content.strip() if one["is_user"] else content
-                key = content.lower() if one["is_user"] else None
-                if writer.fault(ids, reason if one["is_user"] else "stop") or key in seen:
-                    continue
-                one["messages"] = [*one["messages"], {"role": "user" if key else "assistant", "content": content}]
-                if key:
-                    seen.add(key)
-                else:
+                if "messages" not in one:
+                    key = content.strip().lower()
+                    if not writer.fault(ids, reason) and key not in seen:
+                        seen.add(key)
+                        cycle = islice(TEMPERATURES * 2, one["conversation"] % 4, None)
+                        answer(one["conversation"], content.strip(), islice(cycle, ANSWERS))
+                elif not writer.fault(ids, "stop"):
                     states.write(found[0].tobytes())
                     norms.write(found[1].tobytes())
-                    line = {"prompt_ids": one["prompt"], "response_ids": ids, "finish_reason": reason}
-                    line |= {"temperature": one["temperature"], "conversation": one["number"]}
-                    text.write(json.dumps(line | {"messages": one["messages"]}) + "\n")
+                    messages = [*one["messages"], {"role": "assistant", "content": content}]
+                    line = one | {"response_ids": ids, "finish_reason": reason, "messages": messages}
+                    text.write(json.dumps(line) + "\n")
                     for part in (states, norms, text):
                         part.flush()
                     bar.update(len(ids))
-                if one["is_user"] or (reason == "stop" and len(one["messages"]) < 2 * one["turns"]):
-                    ask(one)
     return 0
 
 

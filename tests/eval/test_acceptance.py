@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from tests.support.tiny import N, TableTarget, V, acceptance, tiny_head
+from tests.support.tiny import N, TableTarget, V, acceptance, at_contexts, tiny_head
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval import acceptance as evaluate
 from vllm_mtpc.eval.acceptance import along_text
@@ -55,7 +55,7 @@ def test_overlaps_have_the_same_expectation_and_less_noise(circuit, drafts):
     tokens, states, p, _ = enumerated(target, head, drafts + 1)
     weight = along(p, tokens).prod(1).double()
     log_q = along_text(head, states[:, 0], tokens)
-    values = evaluate._at_contexts(log_q, target, states, tokens, Sampling(1.0), None).double()
+    values = at_contexts(log_q, target, states, tokens, Sampling(1.0), None).double()
     text, overlap = values[:, :drafts], values[:, drafts : 2 * drafts]
     means = [(weight[:, None] * part).sum(0) for part in (text, overlap)]
     torch.testing.assert_close(*means, atol=1e-6, rtol=1e-5)
@@ -70,7 +70,7 @@ def test_overlaps_have_the_same_expectation_and_less_noise(circuit, drafts):
 def test_bits_are_those_of_the_distributions():
     head, target = tiny_head("hmm"), TableTarget()
     tokens, states, p, q = enumerated(target, head, N)
-    values = evaluate._at_contexts(q.log(), target, states, tokens, Sampling(0.5), None)
+    values = at_contexts(q.log(), target, states, tokens, Sampling(0.5), None)
     first = along(p, tokens)[:, 0].log()
     torch.testing.assert_close(values[:, -3], -first, atol=1e-5, rtol=1e-5)
     joint = first + head.circuit.conditional_log_probs(head(states[:, 0]), tokens)[:, 1:].sum(1)

@@ -76,9 +76,11 @@ def collect(
     pieces = []
     for row, position in zip(rows.split(batch), (first[rows] + columns).split(batch), strict=True):
         at = position[:, None] + torch.arange(m)
-        tokens, states = samples.tokens[row[:, None], at + 1].to(target.device), samples.hidden[row[:, None], at]
+        tokens = samples.tokens[row[:, None], at + 1].to(target.device)
+        places, index = (row[:, None] * samples.hidden.shape[1] + at).unique(return_inverse=True)  # windows overlap
+        states = samples.hidden.flatten(0, 1)[places].to(target.device)
         log_q = along_text(head, samples.read[row, position].to(target.device), tokens)
-        pieces.append(_at_contexts(log_q, target, states.to(target.device), tokens, sampling, head.vocabulary).cpu())
+        pieces.append(_at_contexts(log_q, target.logits(states), index, tokens, sampling, head.vocabulary).cpu())
     values = torch.cat(pieces)  # [contexts, 2 K + 3]
 
     def spread(part: Tensor) -> Tensor:
@@ -93,8 +95,8 @@ def collect(
 
 def _at_contexts(
     log_q: Tensor,
-    target: Target,
-    states: Tensor,
+    logits: Tensor,
+    index: Tensor,
     tokens: Tensor,
     sampling: Sampling,
     vocabulary: DraftVocabulary | None,
@@ -103,11 +105,13 @@ def _at_contexts(
 
     Args:
         log_q: [B, K, columns], of a head along tokens.
-        states: [B, m, D], of the target, which predict tokens.
+        logits: [U, V], of the target.
+        index: [B, m], rows of `logits` that predict tokens.
         tokens: [B, m].
+        sampling: of the target.
         vocabulary: of the columns.
     """
-    nats = -target.logits(states[:, 0]).log_softmax(-1).gather(-1, tokens[:, :1])
+    nats = -logits.log_softmax(-1)[index[:, 0]].gather(-1, tokens[:, :1])
     drafts = tokens[:, 1:]
     columns = drafts if vocabulary is None else vocabulary.find(drafts)
     chosen, is_inside = columns.clamp(min=0)[..., None], columns >= 0
@@ -115,8 +119,8 @@ def _at_contexts(
     if sampling.greedy:
         factor = average = ((log_q.argmax(-1) == columns) & is_inside).float()  # [B, K]
     else:
-        log_p, log_q = sampling.log_probs(target.logits(states[:, 1:])), sampling.draft_log_probs(log_q)
-        log_p = log_p if vocabulary is None else log_p[..., vocabulary.ids]
+        log_p, log_q = sampling.log_probs(logits), sampling.draft_log_probs(log_q)
+        log_p = (log_p if vocabulary is None else log_p[:, vocabulary.ids])[index[:, 1:]]
         factor = (log_q.gather(-1, chosen) - log_p.gather(-1, chosen))[..., 0].clamp(max=0).exp() * is_inside
         average = torch.minimum(log_p, log_q).exp().sum(-1).clamp(max=1)
     text = factor.cumprod(-1)

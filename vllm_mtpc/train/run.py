@@ -25,6 +25,7 @@ from vllm_mtpc.hf.attention import check_packing
 from vllm_mtpc.hf.model import target_config, tokenizer_if_any
 from vllm_mtpc.report import check_folder
 from vllm_mtpc.train.cache import data_fingerprint
+from vllm_mtpc.train.memory import keep_freed_memory
 from vllm_mtpc.train.options import TrainOptions
 from vllm_mtpc.train.trainer import METRICS_FILE, Trainer, held_out_prompts, peak_memory_bytes, read_metrics
 from vllm_mtpc.train.vocabulary import coverage
@@ -49,6 +50,7 @@ def train(options: TrainOptions, target: Target | None = None) -> Path:
     """
     from accelerate import Accelerator
 
+    keep_freed_memory()
     device = choose_device(options.device)
     if options.device.startswith("cuda:"):
         torch.cuda.set_device(device)
