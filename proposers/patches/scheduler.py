@@ -15,7 +15,7 @@ from vllm.v1.core.kv_cache_utils import update_kv_cache_capacity
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_mtpc.checkpoint.metadata import measured_acceptance
+from vllm_mtpc.checkpoint.metadata import read_figures
 from vllm_mtpc.plan.draft_schedule import card_rates, expand_schedule, prior_costs, target_products
 from vllm_mtpc.plan.online_plan import CLASSES, OnlinePlan, request_class
 from vllm_mtpc.proposers.options.request_options import excludes_drafts, max_drafts
@@ -43,7 +43,8 @@ def make_plan(vllm_config: Any) -> OnlinePlan:
     ranges = spec.num_speculative_tokens_per_batch_size
     arms = spec.arms or sorted({0, *expand_schedule(ranges, max_num_seqs, most)[1:]})
     costs = prior_costs(arms, ranges, max_num_seqs, spec.load, is_cpu, is_exact=not spec.has_distribution)
-    return OnlinePlan(arms, costs, card_rates(measured_acceptance(Path(spec.model_folder)), most))
+    measured = {key: found.per_position for key, found in read_figures(Path(spec.model_folder)).items()}
+    return OnlinePlan(arms, costs, card_rates(measured, most))
 
 
 def kv_cost(vllm_config: Any, kv_cache_config: Any) -> float:

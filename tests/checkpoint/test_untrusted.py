@@ -24,7 +24,7 @@ from vllm_mtpc.checkpoint import check_tensors, load_head, load_ptp, read_circui
 from vllm_mtpc.checkpoint.convert.command import convert
 from vllm_mtpc.checkpoint.convert.source import ConvertOptions
 from vllm_mtpc.checkpoint.load import ADAPTER_FILES
-from vllm_mtpc.checkpoint.metadata import measured_acceptance
+from vllm_mtpc.checkpoint.metadata import read_figures
 from vllm_mtpc.errors import CheckpointError, MtpcError, ServeConfigError, printable
 from vllm_mtpc.files import MAX_INDEX, MAX_YAML, read_yaml
 from vllm_mtpc.plots import command as plot_command
@@ -91,7 +91,7 @@ def test_head_of_the_other_method_is_refused_and_replaced_whole(tmp_path: Path) 
 def test_unreadable_provenance_is_ignored(folder: Path, content: str | None) -> None:
     (folder / "provenance.json").unlink()
     (folder / "provenance.json").write_text(content) if content else (folder / "provenance.json").mkdir()
-    assert measured_acceptance(folder) == {}
+    assert read_figures(folder) == {}
     check_tensors(folder, read_config(folder))
 
 

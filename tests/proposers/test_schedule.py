@@ -19,7 +19,7 @@ from vllm.config.parallel import ParallelConfig
 
 from tests.support.configs import engine_config, ptp_config
 from vllm_mtpc import demo
-from vllm_mtpc.checkpoint.metadata import measured_acceptance
+from vllm_mtpc.checkpoint.metadata import read_figures
 from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.plan import draft_schedule as schedule
 from vllm_mtpc.plan.row_groups import merged_groups, most_drafts, two_pass_groups
@@ -79,9 +79,9 @@ def test_prior_costs_of_drafts_that_are_not_allowed_are_infinite() -> None:
 def test_figures_are_read_unless_damaged(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "provenance.json").write_text(text)
-    assert measured_acceptance(tmp_path) == {}
+    assert read_figures(tmp_path) == {}
     written = json.loads((demo.path("btree") / "provenance.json").read_text())["figures"]
-    assert measured_acceptance(demo.path("btree"))["t1"] == written["t1"]["per_position"]
+    assert read_figures(demo.path("btree"))["t1"].per_position == written["t1"]["per_position"]
 
 
 @PASSES

@@ -30,11 +30,11 @@ def tiny_head(circuit: str, window: int = N, seed: int = 5, hidden_size: int = D
 
 def acceptance(head, target, states: torch.Tensor, tokens: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """P(drafts 2..k are accepted | text), k = 2..m, [B, m - 1]; states[:, k] predicts tokens[B, m][:, k]."""
-    values = at_contexts(along_text(head, states[:, 0], tokens), target, states, tokens, sampling, head.vocabulary)
-    return values[:, : tokens.shape[1] - 1]
+    log_q = along_text(head, states[:, 0], tokens)
+    return at_contexts(log_q, target, states, tokens, sampling, head.vocabulary)[0]
 
 
-def at_contexts(log_q: torch.Tensor, target, states: torch.Tensor, tokens: torch.Tensor, *args) -> torch.Tensor:
+def at_contexts(log_q: torch.Tensor, target, states: torch.Tensor, tokens: torch.Tensor, *args):
     """The evaluator's values of windows whose states [B, m, D] predict tokens [B, m]."""
     return _at_contexts(
         log_q, target.logits(states.flatten(0, 1)), torch.arange(tokens.numel()).view_as(tokens), tokens, *args

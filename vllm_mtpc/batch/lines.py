@@ -43,11 +43,7 @@ class Line(NamedTuple):
 
 
 def read(paths: Iterable[Path], defaults: dict[str, Any]) -> list[Line]:
-    """Return the requests of files.
-
-    Args:
-        paths: files.
-        defaults: keys of every body that does not have them.
+    """Return the requests of files; defaults: keys of every body that does not have them.
 
     Raises:
         UsageError: two lines have the same id, or there are none.

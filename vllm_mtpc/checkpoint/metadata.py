@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
 from huggingface_hub import EvalResult, ModelCardData, hf_hub_download
 from huggingface_hub.repocard import metadata_load
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_mtpc.checkpoint.locate import HUB_NAME, PROVENANCE_FILE
 from vllm_mtpc.errors import CheckpointError
@@ -25,6 +26,16 @@ PLOTS = {
     "loss.png": "Loss and expected tokens/step over the run",
     "acceptance.png": "Acceptance and tokens/step per position",
 }  # figures in the card, by file of the folder
+
+
+class Figures(BaseModel):
+    """Results at one temperature, as far as other modules read them."""
+
+    model_config = ConfigDict(strict=True)
+
+    tokens_per_step: float
+    standard_error: float
+    per_position: list[Annotated[float, Field(ge=0, le=1)]] = Field(min_length=1)  # P(drafts 1 .. k are accepted)
 
 
 def card_data(
@@ -57,15 +68,13 @@ def eval_results(tokens_per_step: Mapping[str, float], texts: Sequence[str]) -> 
     ]
 
 
-def measured_acceptance(folder: Path) -> dict[str, list[float]]:
-    """Return P(the first k drafts are accepted), k = 1, 2, ..., by "t1" and "t0", as far as the provenance has them."""
+def read_figures(folder: Path) -> dict[str, Figures]:
+    """Return the results in a head's provenance by "t1" and "t0"; empty if it has none, or if one is not possible."""
     try:
-        metrics = read_json(folder / PROVENANCE_FILE)["figures"]
-        found = {key: metrics[key]["per_position"] for key in ("t1", "t0") if key in metrics}
-    except (CheckpointError, KeyError, TypeError):
+        figures = read_json(folder / PROVENANCE_FILE)["figures"]
+        return {key: Figures.model_validate(figures[key]) for key in ("t1", "t0") if key in figures}
+    except (CheckpointError, KeyError, TypeError, ValidationError):
         return {}
-    lists = {key: values for key, values in found.items() if isinstance(values, list) and values}
-    return {key: ps for key, ps in lists.items() if all(isinstance(p, (int, float)) and 0 <= p <= 1 for p in ps)}
 
 
 def license_of(card: Path) -> dict[str, Any]:

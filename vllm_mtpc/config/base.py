@@ -10,11 +10,11 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 from typing_extensions import TypedDict
 
 from vllm_mtpc.errors import HeadConfigError, validate
-from vllm_mtpc.heads.sections import MAX_LIST, MAX_WIDTH
+from vllm_mtpc.heads.sections import MAX_LIST, MAX_WIDTH, Section
 
 if TYPE_CHECKING:
     from typing import Self
@@ -39,20 +39,14 @@ class TargetSizes(TypedDict, total=False):
     vocab_size: Size
 
 
-class Strict(BaseModel):
-    """A section of `config.json`: unknown keys and other types are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class ProposalMethod(Strict):
+class ProposalMethod(Section):
     """An entry of speculators' `proposal_methods`."""
 
     proposal_type: Literal["greedy"] = Field(description="A chain of drafts, speculators' only kind.")
     speculative_tokens: int = Field(ge=1, description="Drafts per step, the verifier's own token not counted.")
 
 
-class Verifier(Strict):
+class Verifier(Section):
     """The target by speculators' name."""
 
     name_or_path: str = Field(
@@ -63,7 +57,7 @@ class Verifier(Strict):
     architectures: list[str] = Field(max_length=MAX_LIST, description="The target's model classes.")
 
 
-class SpeculatorsConfig(Strict):
+class SpeculatorsConfig(Section):
     """The section of `config.json` that speculators defines."""
 
     algorithm: Literal["mtpc", "ptp"] = Field(description="Same as speculators_model_type.")
@@ -72,7 +66,7 @@ class SpeculatorsConfig(Strict):
     verifier: Verifier = Field(description="The model this head was trained for.")
 
 
-class AnyHeadConfig(Strict):
+class AnyHeadConfig(Section):
     """Base of all families: speculators' fields, sizes of the target, sampling of the training text."""
 
     architecture: ClassVar[str]  # a family's name for its heads
@@ -132,7 +126,7 @@ class AnyHeadConfig(Strict):
         for size in cls.target_sizes:
             if sizes.get(size) is None:
                 raise HeadConfigError(f"the target's config has no {size}; pass the config of its language model")
-        given = cls.complete(sizes, {name: value for name, value in given.items() if value is not None})
+        given = {name: value for name, value in given.items() if value is not None}
         method = get_args(cls.model_fields["speculators_model_type"].annotation)[0]
         drafts = max(1, window - 1) if num_speculative_tokens is None else num_speculative_tokens
         return cls.parse(
@@ -156,20 +150,14 @@ class AnyHeadConfig(Strict):
                 "trained_temperature": 1.0,
                 "trained_top_k": 0,
                 "trained_top_p": 1.0,
-                **cls.defaults(window, sizes, given),
-                **given,
+                **cls.complete(sizes, given),
             }
         )
 
     @classmethod
-    def defaults(cls, window: int, target: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-        """Return the family's defaults of the fields that are not in `given`; `target` is the target's config."""
-        raise NotImplementedError
-
-    @classmethod
     def complete(cls, target: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-        """Return `given` with whole sections; `target` is the target's config."""
-        return given
+        """Return `given` with the family's defaults and whole sections; `target` is the target's config."""
+        raise NotImplementedError
 
     @classmethod
     def parse(cls, values: Any, source: str = "head config") -> Self:

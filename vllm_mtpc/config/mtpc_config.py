@@ -89,13 +89,8 @@ class HeadConfig(AnyHeadConfig):
         return self.has_drafter or self.lora_layers > 0
 
     @classmethod
-    def defaults(cls, window: int, target: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-        """As in AnyHeadConfig; the sections in `given` may lack keys: `complete` adds them."""
-        return {"draft_sample_method": "probabilistic"}
-
-    @classmethod
     def complete(cls, target: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-        """Return `given` with whole sections, for a target's config; circuit and num_components are those of one."""
+        """As in AnyHeadConfig; `circuit` and `num_components` of `given` become one section."""
         circuit = {"kind": given.pop("circuit"), "num_components": given.pop("num_components", 1)}
         trunk, leaves = given.get("trunk", {}), given.get("leaves", {})
         trunk = {"kind": default_trunk(target["vocab_size"]), **trunk}
@@ -103,4 +98,5 @@ class HeadConfig(AnyHeadConfig):
         whole = LEAVES.with_defaults(leaves, target)
         if trunk["kind"] in ("backbone", "drafter") and leaves["kind"] == "lm_head":
             whole |= {"component_rank": 16} | ({"expander_rank": 0} if trunk["kind"] == "backbone" else {}) | leaves
+        given = {"draft_sample_method": "probabilistic", **given}
         return given | {"circuit": circuit, "trunk": TRUNKS.with_defaults(trunk, target), "leaves": whole}

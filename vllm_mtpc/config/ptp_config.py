@@ -91,11 +91,11 @@ class PtpConfig(AnyHeadConfig):
         return self.transformer_layer_config["num_hidden_layers"]
 
     @classmethod
-    def defaults(cls, window: int, target: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    def complete(cls, target: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
         from vllm_mtpc.heads.ptp.embedding import default_options
 
         name = given.get("u_embedding", "ieee")
         own = {"u_embedding": name, "lora_rank": 16, "lora_alpha": 16.0}
         if given.get("variant") == "late":
             own |= {"late_width": target["hidden_size"], "distribution_trust": TRUST}
-        return own | default_options(name, target["hidden_size"])
+        return own | default_options(name, target["hidden_size"]) | given

@@ -29,6 +29,7 @@ from vllm_mtpc.heads.head import Head
 from vllm_mtpc.hf import Target
 
 BATCH_ELEMENTS = 2**26  # float32 values of the leaves of one batch: 256 MiB
+TEXTS = 8  # whose context is in memory at the same time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +50,10 @@ class Contexts:
 
     text: Tensor  # [S, T, K] P(drafts 1..k accepted | the text), 0 where no step can start
     overlap: Tensor  # [S, T, K] the same with the last factor averaged over the target's distribution
-    valid: Tensor  # [S, T] bool
     target_nats: Tensor  # [S, T] -log p(x_1), temperature 1
     joint_nats: Tensor  # [S, T] -log q(x_1..x_(1+K)), temperature 1; x_1 by the target where the trunk has seen it
     covered: Tensor  # [S, T] 1 where x_2 has a column
+    valid: Tensor  # [S, T] bool
     bytes_per_token: float | None = None
 
 
@@ -73,24 +74,29 @@ def collect(
     valid = torch.arange(int(count.max())) < count[:, None]  # [S, T]
     rows, columns = valid.nonzero(as_tuple=True)
     batch = max(1, min(1024, BATCH_ELEMENTS // (m * head.circuit.num_components * target.vocab_size)))
-    pieces = []
-    for row, position in zip(rows.split(batch), (first[rows] + columns).split(batch), strict=True):
-        at = position[:, None] + torch.arange(m)
-        tokens = samples.tokens[row[:, None], at + 1].to(target.device)
-        places, index = (row[:, None] * samples.hidden.shape[1] + at).unique(return_inverse=True)  # windows overlap
-        states = samples.hidden.flatten(0, 1)[places].to(target.device)
-        log_q = along_text(head, samples.read[row, position].to(target.device), tokens)
-        pieces.append(_at_contexts(log_q, target.logits(states), index, tokens, sampling, head.vocabulary).cpu())
-    values = torch.cat(pieces)  # [contexts, 2 K + 3]
+    positions, pieces = first[rows] + columns, []
+    for begin in range(0, len(samples.tokens), TEXTS):
+        row, position = (part[(rows >= begin) & (rows < begin + TEXTS)] for part in (rows, positions))
+        read = samples.read[begin : begin + TEXTS]
+        document, x_1 = torch.zeros(read.shape[:2], dtype=torch.long), samples.tokens[row, position + 1]
+        given = (part.to(target.device) for part in (read, document, row - begin, position, x_1))
+        windows = head.trunk.windows(*given)
+        for some in (slice(start, start + batch) for start in range(0, len(row), batch)):
+            at = position[some, None] + torch.arange(m)
+            tokens = samples.tokens[row[some, None], at + 1].to(target.device)
+            # windows overlap: the target's logits are computed once per position
+            places, index = (row[some, None] * samples.hidden.shape[1] + at).unique(return_inverse=True)
+            logits = target.logits(samples.hidden.flatten(0, 1)[places].to(target.device))
+            log_q = along_text(head, windows(some).to(samples.hidden.dtype), tokens)
+            pieces.append(_at_contexts(log_q, logits, index, tokens, sampling, head.vocabulary))
 
     def spread(part: Tensor) -> Tensor:
         filled = torch.zeros(*valid.shape, *part.shape[1:], dtype=torch.float64)
         filled[rows, columns] = part.double()
         return filled
 
-    text, overlap = spread(values[:, : m - 1]), spread(values[:, m - 1 : -3])
-    nats, joint, covered = map(spread, values[:, -3:].unbind(1))
-    return Contexts(text, overlap, valid, nats, joint, covered, samples.bytes_per_token)
+    text, overlap, nats, joint, covered = (spread(torch.cat(parts)) for parts in zip(*pieces, strict=True))
+    return Contexts(text, overlap, nats, joint, covered, valid, samples.bytes_per_token)
 
 
 def _at_contexts(
@@ -100,8 +106,8 @@ def _at_contexts(
     tokens: Tensor,
     sampling: Sampling,
     vocabulary: DraftVocabulary | None,
-) -> Tensor:
-    """Return [B, 2 K + 3]: K products along the text, K with the last factor averaged, nats of x_1, nats, coverage.
+) -> tuple[Tensor, ...]:
+    """Return the first five fields of `Contexts` for B contexts, on the host.
 
     Args:
         log_q: [B, K, columns], of a head along tokens.
@@ -111,11 +117,11 @@ def _at_contexts(
         sampling: of the target.
         vocabulary: of the columns.
     """
-    nats = -logits.log_softmax(-1)[index[:, 0]].gather(-1, tokens[:, :1])
+    nats = -logits.log_softmax(-1)[index[:, 0]].gather(-1, tokens[:, :1])[:, 0]
     drafts = tokens[:, 1:]
     columns = drafts if vocabulary is None else vocabulary.find(drafts)
     chosen, is_inside = columns.clamp(min=0)[..., None], columns >= 0
-    joint = nats - (log_q.gather(-1, chosen)[..., 0] * is_inside).sum(1, keepdim=True)
+    joint = nats - (log_q.gather(-1, chosen)[..., 0] * is_inside).sum(1)
     if sampling.greedy:
         factor = average = ((log_q.argmax(-1) == columns) & is_inside).float()  # [B, K]
     else:
@@ -125,7 +131,7 @@ def _at_contexts(
         average = torch.minimum(log_p, log_q).exp().sum(-1).clamp(max=1)
     text = factor.cumprod(-1)
     before = torch.cat([torch.ones_like(text[:, :1]), text[:, :-1]], -1)
-    return torch.cat([text, before * average, nats, joint, is_inside[:, :1].to(nats)], -1)
+    return tuple(part.cpu() for part in (text, before * average, nats, joint, is_inside[:, 0]))
 
 
 def summarise(contexts: Contexts, overlap: bool = True) -> Metrics:

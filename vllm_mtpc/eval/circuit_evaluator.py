@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vllm_mtpc.checkpoint.load import load_head, read_adapters
 from vllm_mtpc.config.mtpc_config import HeadConfig
@@ -17,7 +18,7 @@ from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.acceptance import Contexts, Metrics, collect, summarise
 from vllm_mtpc.eval.evaluator import Diagnosis, Evaluator, Requests
 from vllm_mtpc.eval.metrics import exact_counts, shown_shares, shown_tokens, step_starts
-from vllm_mtpc.eval.text import Samples, Sampling, with_backbone, with_draft_layers, with_drafter
+from vllm_mtpc.eval.text import Samples, Sampling
 from vllm_mtpc.heads.head import Head
 from vllm_mtpc.heads.trunk.lora import LoraDraftLayers
 from vllm_mtpc.hf import Target, bind
@@ -91,13 +92,21 @@ class MtpcEvaluator(Evaluator):
         chain, predicted = self.check_chain(samples, sampling), summarise(contexts, overlap=False)
         return Diagnosis(served, predicted, noise_given_text(contexts), chain)
 
+    @torch.inference_mode()
     def _read(self, samples: Samples) -> Samples:
-        """Add the states that the trunk does not compute from h and x_1 alone."""
-        if self.config.trunk.kind == "backbone":
-            return with_backbone(samples, self.head.trunk, self.target)
-        if self.config.trunk.kind == "drafter":
-            return with_drafter(samples, self.target)
-        return samples if self.draft_layers is None else with_draft_layers(samples, self.draft_layers)
+        """Add the states that the trunk reads, if they are not the target's last ones."""
+        layers, draft_layers = self.head.trunk.aux_layers, self.draft_layers
+        if not layers and draft_layers is None:
+            return samples
+
+        def states(tokens: Tensor) -> Tensor:
+            if draft_layers is not None:
+                return draft_layers.draft(draft_layers.trunk(tokens))
+            return self.target.hidden_with(layers, tokens)
+
+        parts = samples.tokens.clamp(min=0).split(self.target.rows_at_once)
+        read = [states(tokens)[:, :-1].to(samples.hidden.dtype).cpu() for tokens in parts]
+        return replace(samples, draft=torch.cat(read))
 
 
 def noise_given_text(contexts: Contexts) -> float:

@@ -31,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=float, nargs="+", metavar="T", help="default: 1 0 (PTP heads: as trained, and 0)")
     add("--top-k", type=int, metavar="K", help="of sampled text (default: 0, off; PTP heads: as trained)")
     add("--top-p", type=float, metavar="P", help="of sampled text (default: 1, off; PTP heads: as trained)")
-    add("--batch", type=int, default=64, metavar="B", help="texts per batch (default: 64)")
     add("--seed", type=int, default=0)
     add("--json", type=Path, metavar="FILE", help="write the results to this file as well")
 
@@ -50,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     from vllm_mtpc.hf import check_length
     from vllm_mtpc.report import check_file, print_table, write_json
 
-    check_positive(args, "sequences", "prompt_tokens", "new_tokens", "batch")
+    check_positive(args, "sequences", "prompt_tokens", "new_tokens")
     check_file(args.json)
     config = resolve(args.head)[1]
     temperature, top_k, top_p = FAMILIES[config.speculators_model_type].evaluator.default_sampling(config)

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from vllm_mtpc.checkpoint import read_config, resolve_head, resolve_verifier
 from vllm_mtpc.config.base import AnyHeadConfig
@@ -24,6 +23,7 @@ from vllm_mtpc.families import FAMILIES
 from vllm_mtpc.hf import Target, choose_device, load_target
 from vllm_mtpc.hf.model import target_config
 from vllm_mtpc.kernels.pick import pick
+from vllm_mtpc.progress import Bar
 
 TOLERANCE = 0.02  # relative, of tokens/step
 ERRORS = 3.0  # standard errors that are still noise
@@ -123,8 +123,8 @@ class Evaluator(Protocol):
         """Let the target write text at one temperature, and evaluate the head on it."""
         target, sampling = self.target, self.sampling(temperature, args.top_p, args.top_k)
         generator = torch.Generator(target.device).manual_seed(args.seed)
-        with tqdm(total=len(prompts), desc=f"T={temperature:g} text", unit="text", disable=None) as bar:
-            how = {"overhang": num_drafts, "batch": args.batch, "progress": bar.update}
+        with Bar(total=len(prompts), desc=f"T={temperature:g} text", unit="text") as bar:
+            how = {"overhang": num_drafts, "progress": bar.update}
             samples = generate(target, prompts, args.new_tokens, sampling, generator, **how)
         return self.evaluate(samples, sampling, num_drafts, args.seed)
 

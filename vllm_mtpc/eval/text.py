@@ -13,10 +13,6 @@ from vllm_mtpc.data.sources import Documents
 from vllm_mtpc.engine.served_target import ServedTarget
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.heads.ptp.distribution import processed
-from vllm_mtpc.heads.trunk.backbone import BackboneTrunk
-from vllm_mtpc.heads.trunk.base import document_positions
-from vllm_mtpc.heads.trunk.drafter import DRAFTER
-from vllm_mtpc.heads.trunk.lora import LoraDraftLayers
 from vllm_mtpc.hf import Session, Target
 
 GREEDY_BELOW = 1e-5  # vLLM's own threshold
@@ -79,11 +75,11 @@ class Samples:
     prompt_lengths: Tensor  # [S] int64
     lengths: Tensor  # [S] int64, prompt and continuation, an end-of-text token included
     bytes_per_token: float | None = None  # UTF-8 bytes per token of the continuations
-    draft: Tensor | None = None  # [S, L - 1, ...] states of a head's draft layers
+    draft: Tensor | None = None  # [S, L - 1, W] what the head's trunk reads, if not `hidden` (`Trunk.windows`)
 
     @property
     def read(self) -> Tensor:
-        """Input states of the head, [S, L - 1, D] or the shape of its draft layers."""
+        """Return what the trunk reads of the texts."""
         return self.hidden if self.draft is None else self.draft
 
     def starts(self, num_drafts: int) -> tuple[Tensor, Tensor]:
@@ -227,38 +223,3 @@ def join(pieces: Sequence[Samples], target: Target | None = None) -> Samples:
     places = zip(joined.tokens, joined.prompt_lengths.tolist(), joined.lengths.tolist(), strict=True)
     texts = [target.tokenizer.decode(row[start:end].tolist()) for row, start, end in places]
     return replace(joined, bytes_per_token=sum(len(text.encode("utf-8", "replace")) for text in texts) / count)
-
-
-@torch.inference_mode()
-def with_backbone(samples: Samples, trunk: BackboneTrunk, target: Target, batch: int = 8) -> Samples:
-    """Add the states [S, L - 1, n, D] of a backbone after every token, conditioned on the next one as x_1."""
-    pieces = []
-    for tokens in samples.tokens.clamp(min=0).to(target.device).split(batch):
-        document = torch.zeros_like(tokens[:, :-1])
-        aux = target.hidden_with(trunk.aux_layers, tokens[:, :-1])[..., : -target.hidden_size]
-        context = trunk.context(aux, document_positions(document), document)
-        rows, length = document.shape
-        parts, size = [], max(1, length // trunk.num_queries)  # windows of a pass: as many queries as context
-        for starts in torch.arange(length, device=target.device).split(size):
-            row = torch.arange(rows, device=target.device).repeat_interleave(len(starts))
-            start = starts.repeat(rows)
-            states = trunk.read(context, row, start, tokens[row, start + 1])
-            parts.append(states.to(samples.hidden.dtype).cpu().unflatten(0, (rows, -1)))
-        pieces.append(torch.cat(parts, 1))
-    return replace(samples, draft=torch.cat(pieces))
-
-
-@torch.inference_mode()
-def with_draft_layers(samples: Samples, layers: LoraDraftLayers, batch: int = 8) -> Samples:
-    """Add the states of draft ``layers``, which the head reads."""
-    parts = samples.tokens[:, :-1].clamp(min=0).split(batch)
-    states = [layers.draft(layers.trunk(tokens)).to(samples.hidden.dtype).cpu() for tokens in parts]
-    return replace(samples, draft=torch.cat(states))
-
-
-@torch.inference_mode()
-def with_drafter(samples: Samples, target: Target, batch: int = 256) -> Samples:
-    """Add the states of the drafter that the target's engine has, conditioned on the next token."""
-    tokens = samples.tokens.clamp(min=0)
-    parts = [target.hidden_with([DRAFTER], some)[:, :-1, : target.hidden_size].cpu() for some in tokens.split(batch)]
-    return replace(samples, draft=torch.cat(parts).to(samples.hidden.dtype))

@@ -64,11 +64,7 @@ def lora_config(rank: int, alpha: float, modules: list[str], layers: list[int] |
 
 
 class AdaptedLayers(nn.Module):
-    """Layers that share a target's weights and have adapters, its only parameters, in float32.
-
-    Args:
-        target: a `vllm_mtpc.hf.Target`.
-    """
+    """Layers that share the weights of a `vllm_mtpc.hf.Target` and have adapters, its only parameters, in float32."""
 
     def __init__(self, target: Any) -> None:
         super().__init__()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Mapping
 from pkgutil import resolve_name
 from typing import Any
 
@@ -38,7 +37,7 @@ class Table:
         if kind not in self.places:
             allowed = ", ".join(self.places)
             raise HeadConfigError(f"{self.part}={kind!r}: allowed are {allowed}; set {self.part} to one of them")
-        return _resolve(self.places[kind])
+        return resolve_name(self.places[kind])
 
     def parse(self, values: Any) -> Any:
         """Return the `Options` of a section's values; raises HeadConfigError, in one line."""
@@ -63,13 +62,3 @@ class Table:
             name: "; ".join(f"{', '.join(some)}: {about}" for about, some in texts.items())
             for name, texts in kinds.items()
         }
-
-
-@cache
-def _resolve(place: str) -> Any:
-    return resolve_name(place)
-
-
-def first_of(*names: str) -> Callable[[Mapping[str, Any]], Any]:
-    """Return a function that returns the first of these numbers in a target's config, None without."""
-    return lambda target: next((target[name] for name in names if target.get(name)), None)

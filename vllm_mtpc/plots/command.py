@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_mtpc.checkpoint.locate import PROVENANCE_FILE, resolve_head
-from vllm_mtpc.errors import CheckpointError, UsageError
-from vllm_mtpc.files import read_json
+from vllm_mtpc.checkpoint.metadata import read_figures
+from vllm_mtpc.errors import UsageError
 from vllm_mtpc.plots.draw import plot_acceptance
 from vllm_mtpc.report import check_folder
 
@@ -34,13 +34,7 @@ def read(name: str) -> tuple[str, dict[str, Any]]:
 
     folder = resolve_head(name)
     config = read_circuit_config(folder)
-    try:
-        figures = read_json(folder / PROVENANCE_FILE)["figures"]
-        results = {key: figures[key] for key in ("t1", "t0") if key in figures}
-        for values in results.values():  # the file is not trusted: values that are drawn must be numbers
-            sum([values["tokens_per_step"], values["standard_error"], *values["per_position"]], start=0.0)
-    except (CheckpointError, KeyError, TypeError):
-        results = {}
+    results = {key: found.model_dump() for key, found in read_figures(folder).items()}
     if not results:
         raise UsageError(
             f"{name}: its {PROVENANCE_FILE} holds no figures at T=1 or T=0; train it with evaluation_sequences above 0"

@@ -1,11 +1,9 @@
 """Hidden states of packed rows: computed on the fly, or kept on disk and memory-mapped.
 
-`Computed` and `HiddenCache` have the same methods and return the same numbers. A cache is a folder:
-
-    index.json                 target, data, sizes
-    shard-00000.safetensors    hidden [R, S, D] of rows 0..R-1, and so on; the last shard may be shorter
-
-A shard is complete or absent; an interrupted run continues with the absent ones. States of padding are zero.
+`Computed` and `HiddenCache` have the same methods and return the same numbers. A cache is a folder of
+`shard-00000.safetensors`: hidden [R, S, D] of rows 0..R-1, and so on; the last shard may be shorter. The metadata of
+each shard describes the states. A shard is complete or absent; an interrupted run continues with the absent ones.
+States of padding are zero.
 """
 
 from __future__ import annotations
@@ -25,14 +23,13 @@ from torch import Tensor
 
 from vllm_mtpc.data.rows import Rows
 from vllm_mtpc.errors import UsageError, first_line
-from vllm_mtpc.files import read_json, replace_file, replacing
+from vllm_mtpc.files import replacing
 from vllm_mtpc.hf import Target
 from vllm_mtpc.progress import Bar
 
 SHARD_BYTES = 1 << 29  # of a shard: the work that an interruption may lose
 SLOW_ROWS = 64  # number of rows from which on progress is shown
 SAMPLED_WEIGHTS = 64  # of each parameter, in a target's fingerprint
-INDEX_FILE = "index.json"
 
 
 def data_fingerprint(rows: Rows) -> str:
@@ -129,40 +126,24 @@ def write_cache(folder: Path, target: Target, rows: Rows, layers: Sequence[int] 
         MtpcError: The folder holds other states, a file is damaged, states are not finite, or the disk is full.
             Finished shards are kept.
     """
-    file, (num_rows, seq_len) = folder / INDEX_FILE, rows.tokens.shape
-    stored = {"layers": [], "states": "transformers"} | read_json(file) if file.is_file() else {}
-    source, dtype = Computed(target, rows, layers=layers), target.dtype
-    row_bytes, per_shard = seq_len * source.hidden_size * dtype.itemsize, stored.get("rows_per_shard")
-    if not isinstance(per_shard, int) or per_shard < 1:
-        per_shard = max(1, SHARD_BYTES // row_bytes)
-    index = {
-        "format_version": 1,
-        "target": stored.get("target", target.name),  # the target's name may differ
+    source, (num_rows, seq_len) = Computed(target, rows, layers=layers), rows.tokens.shape
+    row_bytes = seq_len * source.hidden_size * target.dtype.itemsize
+    per_shard = max(1, SHARD_BYTES // row_bytes)
+    description = {
+        "format": "pt",
         "target_fingerprint": target_fingerprint(target),
         "data_fingerprint": data_fingerprint(rows),
-        "num_rows": num_rows,
-        "seq_len": seq_len,
-        "hidden_size": source.hidden_size,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(target.dtype).removeprefix("torch."),
         "states": target.states + (f" {target.drafter}" if target.drafter else ""),
-        "layers": list(layers),
-        "rows_per_shard": per_shard,
+        "layers": str(list(layers)),
+        "rows_per_shard": str(per_shard),
     }
-    if differing := [key for key in sorted(stored.keys() | index) if stored and stored.get(key) != index.get(key)]:
-        values = (f"{key} {stored.get(key)!s:.16} (requested: {index.get(key)!s:.16})" for key in differing)
-        raise UsageError(
-            f"{folder} holds other hidden states: {', '.join(values)}; name another folder, or delete this one"
-        )
-    metadata = {"format": "pt", "data": index["data_fingerprint"], "target": index["target_fingerprint"]}
     parts = enumerate(torch.arange(num_rows).split(per_shard))
     shards = {folder / f"shard-{number:05d}.safetensors": part for number, part in parts}
-    width = seq_len, source.hidden_size
-
     try:
         there = set(folder.glob("shard-*"))  # a client of NFS that asks for an absent file misses it for a while
         missing = {path: part for path, part in shards.items() if path not in there}
-        done = shards.keys() - missing
-        states = {path: _read_shard(path, dtype, (len(shards[path]), *width), metadata) for path in sorted(done)}
+        states = {path: _read_shard(path, description) for path in shards if path in there}
         left = sum(map(len, missing.values()))
         folder.mkdir(parents=True, exist_ok=True)
         if left * row_bytes > (free := shutil.disk_usage(folder).free):
@@ -170,16 +151,14 @@ def write_cache(folder: Path, target: Target, rows: Rows, layers: Sequence[int] 
                 f"{folder}: hidden states need {left * row_bytes / 1e9:.3f} GB more, {free / 1e9:.3f} GB are free; "
                 "free space, name a folder elsewhere, use fewer rows, or train without a cache"
             )
-        if not stored:
-            replace_file(file, (json.dumps(index, indent=2) + "\n").encode())
         tokens_per_row = int((rows.document >= 0).sum()) / num_rows
         with Bar(total=num_rows, initial=num_rows - left, desc="hidden states", unit="row") as bar:
             for path, part in missing.items():
-                for count in _write_shard(path, source, part, metadata):
+                for count in _write_shard(path, source, part, description):
                     rate = (bar.n - bar.initial + count) * tokens_per_row / (bar.format_dict["elapsed"] + 1e-9)
                     bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
                     bar.update(count)
-                states[path] = _read_shard(path, dtype, (len(part), *width), metadata)
+                states[path] = _read_shard(path, description)
     except (OSError, SafetensorError) as error:  # safetensors wraps the system's errors
         raise UsageError(
             f"{folder}: hidden states cannot be written ({first_line(error)}); finished shards are intact: correct "
@@ -204,12 +183,15 @@ def _write_shard(path: Path, source: Computed, row_indices: Tensor, metadata: di
         partial.chmod(0o644)  # safetensors gives access to the owner only
 
 
-def _read_shard(path: Path, dtype: torch.dtype, shape: tuple[int, ...], metadata: dict[str, str]) -> Tensor:
+def _read_shard(path: Path, description: dict[str, str]) -> Tensor:
     try:
         with safe_open(path, framework="pt") as handle:
-            states, found = handle.get_tensor("hidden"), handle.metadata()
-        if (states.dtype, tuple(states.shape), found) != (dtype, shape, metadata):
-            raise OSError(f"it holds {states.dtype} {tuple(states.shape)} of {found}, not those of {INDEX_FILE}")
+            states, stored = handle.get_tensor("hidden"), handle.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise UsageError(f"{path} is not usable ({error}); delete it and run the command that made it again") from None
+    if differing := [key for key in sorted(stored.keys() | description) if stored.get(key) != description.get(key)]:
+        values = (f"{key} {stored.get(key)!s:.16} (requested: {description.get(key)!s:.16})" for key in differing)
+        raise UsageError(
+            f"{path.parent} holds other hidden states: {', '.join(values)}; name another folder, or delete this one"
+        )
     return states

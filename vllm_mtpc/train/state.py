@@ -95,8 +95,7 @@ def load_state(folder: Path, accelerator: Accelerator, options: TrainOptions) ->
     Raises:
         CheckpointError: There is no state, it is damaged, or it is of a run with other options.
     """
-    values, path = read_state(folder), latest_state(folder)
-    shared = identity(options)
+    values, path, shared = read_state(folder), latest_state(folder), identity(options)
     changed = (key for key in shared if shared[key] != values["options"].get(key))
     if key := min(changed, default=None):
         theirs, ours = values["options"].get(key), shared[key]

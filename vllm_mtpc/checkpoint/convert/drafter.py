@@ -77,7 +77,8 @@ def convert_drafter(options: ConvertOptions, label: str, given: str) -> str:
         num_speculative_tokens=min(drafter.window - 1, drafter.proposed or drafter.window),
         trunk={"kind": "drafter", "method": drafter.method, "model": verifier_name(given, options.out)},
         leaves={"kind": "lm_head", "expander_rank": 0, "token_rank": rank},
-        **options.config_fields(target),
+        target=target,
+        verifier=options.verifier,
     )
     tensors: dict[str, Any] = dict(build_head(config).state_dict())
     if rank:

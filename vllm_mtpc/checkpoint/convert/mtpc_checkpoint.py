@@ -112,7 +112,8 @@ def convert_mtpc(options: ConvertOptions, label: str) -> str:
         num_components=r,
         trunk=lora_section(adapters),
         leaves={"kind": "own"},
-        **options.config_fields(target),
+        target=target,
+        verifier=options.verifier,
     )
     trained_on = resolve(settings, "${lm.model.from_huggingface}")
     record: dict[str, Any] = {"from": label, "trained_on": printable(str(trained_on), 300)}

@@ -31,14 +31,11 @@ class ConvertOptions(BaseModel):
     )
     target: str = Field(min_length=1, description="the model it was trained on: folder or hub name")
     out: Path = Field(description="folder of the head")
-    temperature: float = Field(1.0, gt=0, description="temperature of the text it was trained on")
-    top_k: int = Field(0, ge=0, description="top-k of that text; 0: off")
-    top_p: float = Field(1.0, gt=0, le=1, description="top-p of that text; 1: off")
 
-    def config_fields(self, target: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of `AnyHeadConfig.create` that follow from the options and the target's config."""
-        sampling = {f"trained_{name}": getattr(self, name) for name in ("temperature", "top_k", "top_p")}
-        return {"target": target, "verifier": verifier_name(self.target, self.out), **sampling}
+    @property
+    def verifier(self) -> str:
+        """The target's name in the head."""
+        return verifier_name(self.target, self.out)
 
 
 def find_checkpoint(ckpt: Path) -> tuple[Path, str]:

@@ -31,9 +31,8 @@ def convert_token_heads(options: ConvertOptions, label: str) -> str:
         raise CheckpointError(
             f"{options.target}: {LM_HEAD} is {found}; allowed: 2 or more times vocab_size rows; train a head"
         )
-    config = HeadConfig.create(
-        circuit="ff", window=heads, trunk={"kind": "none"}, leaves={"kind": "own"}, **options.config_fields(target)
-    )
+    parts: dict[str, Any] = {"circuit": "ff", "trunk": {"kind": "none"}, "leaves": {"kind": "own"}}
+    config = HeadConfig.create(window=heads, target=target, verifier=options.verifier, **parts)
     title = f"ff head of {heads} prediction heads"
     leaf = {"leaves.leaf_weight": weight.view(heads, 1, vocab_size, hidden_size)}
     save_converted(options.out, config, leaf, title, {"from": f"{LM_HEAD} of {label}"})

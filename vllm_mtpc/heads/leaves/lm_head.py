@@ -49,7 +49,6 @@ class LmHeadOptions(LeavesOptions):
 
     @classmethod
     def defaults(cls, target: Any) -> dict[str, Any]:
-        """As in Section."""
         return {"token_rank": 0, "expander_rank": 64, "component_rank": 16 if target["vocab_size"] > FEW_IDS else 0}
 
 
@@ -128,7 +127,6 @@ class LmHeadLeaves(Leaves):
         return rows[:, :, None] + torch.einsum("bkm,kzdm->bkzd", F.silu(low), self.up_weight[at])
 
     def base(self, states: Tensor, start: int, stop: int) -> tuple[Tensor, LowRank | None]:
-        """As in Leaves."""
         read = self.states(states, start, stop)
         base = self.lm_head(read)
         if not self.component_rank:

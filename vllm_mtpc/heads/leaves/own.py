@@ -32,7 +32,6 @@ class OwnOptions(LeavesOptions):
 
     @classmethod
     def defaults(cls, target: Any) -> dict[str, Any]:
-        """As in Section."""
         return {"token_rank": 0}
 
 
@@ -53,19 +52,16 @@ class OwnLeaves(Leaves):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """As in Leaves."""
         super().reset_parameters()
         self.leaf_weight.normal_().mul_(INIT_STD)
 
     def base(self, states: Tensor, start: int, stop: int) -> tuple[Tensor, LowRank | None]:
-        """As in Leaves."""
         weight, rows = self.leaf_weight[start - self.skip : stop - self.skip], self.rows_of(states, start, stop)
         if rows.shape[1] == 1:
             return leaf.logits(rows[:, 0], weight), None
         return torch.einsum("bkd,kzvd->bkzv", rows, weight), None
 
     def draft(self, states: Tensor, first: Tensor, stop: int) -> tuple[Tensor | None, Tensor, LowRank | None]:
-        """As in Leaves."""
         if states.is_cuda:
             return *self._draft_apart(states, first, stop), None
         logits = self(states, 0, stop)

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from vllm_mtpc.heads.sections import MAX_LIST, MAX_WIDTH, Section, first_of
+from vllm_mtpc.heads.sections import MAX_LIST, MAX_WIDTH, Section
 from vllm_mtpc.heads.trunk.base import Trunk, Windows, document_positions
 
 KeysValues = tuple[Tensor, Tensor]  # [B, kv heads, S, head_dim] each
@@ -70,13 +70,12 @@ class BackboneOptions(Section):
 
     @classmethod
     def defaults(cls, target: Mapping[str, Any]) -> dict[str, Any]:
-        """As in Section."""
-        heads = first_of("num_attention_heads")(target) or 8
+        heads = target.get("num_attention_heads") or 8
         theta = (target.get("rope_parameters") or target).get("rope_theta")
         return {
             "layers": 2,
             "heads": heads,
-            "kv_heads": first_of("num_key_value_heads", "num_attention_heads")(target) or heads,
+            "kv_heads": target.get("num_key_value_heads") or heads,
             "head_dim": target.get("head_dim") or target["hidden_size"] // heads,
             "width": target.get("intermediate_size") or 4 * target["hidden_size"],
             "theta": float(theta) if theta else 10000.0,
@@ -222,12 +221,10 @@ class BackboneTrunk(Trunk):
         self.backbone = Backbone(layers, hidden_size, len(self.aux_layers), options.theta, options.eps)
 
     def reset_parameters(self) -> None:
-        """As in Trunk."""
         self.backbone.reset_parameters()
 
     @property
     def is_per_position(self) -> bool:
-        """As in Trunk."""
         return True
 
     @property
@@ -240,7 +237,6 @@ class BackboneTrunk(Trunk):
         return hidden[:, 0], hidden if self.from_anchor else hidden[:, 1:]
 
     def windows(self, hidden: Tensor, document: Tensor, row: Tensor, start: Tensor, first: Tensor) -> Windows:
-        """As in Trunk."""
         rows, of_row = row.unique(return_inverse=True)
         document, first = document[rows], first.clamp(min=0)
         context = self.context(hidden[rows, :, : -self.hidden_size], document_positions(document), document)

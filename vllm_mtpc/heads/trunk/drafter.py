@@ -34,7 +34,6 @@ class DrafterOptions(Section):
 
     @classmethod
     def defaults(cls, target: Mapping[str, Any]) -> dict[str, Any]:
-        """As in Section."""
         return {"method": "mtp"}
 
     @property
@@ -64,7 +63,6 @@ class DrafterTrunk(Trunk):
 
     @property
     def is_per_position(self) -> bool:
-        """As in Trunk."""
         return self.options.has_block
 
     def forward(self, hidden: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:

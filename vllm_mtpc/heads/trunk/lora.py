@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads.adapters import AdaptedLayers, Adapters, layered_backbone, sharing_copy, view_of
 from vllm_mtpc.heads.sections import Section
-from vllm_mtpc.heads.trunk.base import Trunk
+from vllm_mtpc.heads.trunk.none import NoTrunk
 
 ALLOWED_LAYERS = (1, 2, 4)
 
@@ -37,18 +37,13 @@ class LoraOptions(Section):
 
     @classmethod
     def defaults(cls, target: Mapping[str, Any]) -> dict[str, Any]:
-        """As in Section."""
         return {"layers": 2, "rank": 16, "alpha": 16.0}
 
 
-class LoraTrunk(Trunk):
+class LoraTrunk(NoTrunk):
     """Returns the states of `LoraDraftLayers`, which run over whole texts; saved apart, as PEFT's files."""
 
     Options = LoraOptions
-
-    def forward(self, hidden: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
-        """As in Trunk, for hidden [B, D]."""
-        return hidden, hidden[:, None]
 
 
 class LoraDraftLayers(AdaptedLayers):

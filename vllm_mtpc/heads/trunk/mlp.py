@@ -31,7 +31,6 @@ class MlpOptions(Section):
 
     @classmethod
     def defaults(cls, target: Mapping[str, Any]) -> dict[str, Any]:
-        """As in Section."""
         return {"width": target["hidden_size"], "layers": 1}
 
 
@@ -71,6 +70,5 @@ class MlpTrunk(Trunk):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """As in Trunk."""
         for mlp in self.mlps:
             mlp.out_proj.weight.zero_()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -20,7 +20,7 @@ class NoOptions(Section):
 class NoTrunk(Trunk):
     """Returns h."""
 
-    Options = NoOptions
+    Options: ClassVar[type[Section]] = NoOptions
 
     def forward(self, hidden: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
         """As in Trunk, for hidden [B, D]."""
