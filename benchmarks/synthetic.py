@@ -1,10 +1,9 @@
 """SYNTHETIC targets: a model of a real size without trained weights, and a random head for it.
 
 The cost of a draft relative to a step of a large target does not depend on trained weights: products of random numbers
-take
-as long. vLLM's rejection_sample_method "synthetic" then accepts drafts at prescribed rates, so that steps are of the
-length a trained head would give them. The text is noise. Speeds of such a run are those of the sizes and the rates, of
-no model: folders, cards and output are marked SYNTHETIC, and results must be as well.
+take as long. vLLM's rejection_sample_method "synthetic" then accepts drafts at prescribed rates, so that steps have the
+length that a trained head would give them. The text is noise. Speeds of such a run are those of the sizes and the
+rates, of no model: folders, cards and output are marked SYNTHETIC, and results must be as well.
 
     python -m benchmarks.synthetic --shape evabyte-6.5b --window 16 --components 32 --out build/synthetic
 
@@ -26,7 +25,8 @@ from typing import Any
 
 from benchmarks.draft import BYTES
 from vllm_mtpc.circuits import CIRCUITS, circuit_class
-from vllm_mtpc.errors import MtpcError, UsageError
+from vllm_mtpc.cli import guard
+from vllm_mtpc.errors import UsageError
 
 LABEL = "SYNTHETIC: random weights and prescribed acceptance; speeds are of these sizes, of no trained model"
 
@@ -134,21 +134,6 @@ def write_head(folder: Path, target: Any, args: argparse.Namespace) -> None:
     save_head(folder, config, head, provenance, f"# SYNTHETIC head\n\n{LABEL}.\n", torch.bfloat16)
 
 
-def arguments(folder: Path, rates: Sequence[float]) -> dict[str, Any]:
-    """Return keyword arguments of `vllm.LLM` for `folder`."""
-    return {
-        "model": str(folder / "SYNTHETIC-target"),
-        "load_format": "dummy",
-        "served_model_name": "SYNTHETIC",
-        "speculative_config": {
-            "method": "mtpc",
-            "model": str(folder / "SYNTHETIC-head"),
-            "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_rates": list(rates),
-        },
-    }
-
-
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.synthetic", description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -165,23 +150,20 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(words: list[str] | None = None) -> int:
-    """Writes both folders and prints how to serve them."""
+    """Write both folders and print how to serve them."""
     args = parser().parse_args(words)
-    try:
-        shape = parse_shape(args.shape)
-        rates = parse_rates(args.acceptance, args.window - 1)
-        target = write_target(args.out / "SYNTHETIC-target", shape, args.shape, args.max_model_len)
-        write_head(args.out / "SYNTHETIC-head", target, args)
-    except MtpcError as error:
-        print(f"{parser().prog}: error: {error}", file=sys.stderr)
-        return 1
-    given = arguments(args.out, rates)
-    print(f"{LABEL}.")
-    print(f"prescribed tokens/step: {1 + sum(rates):.3f} (SYNTHETIC)")
-    print(
-        f"vllm serve {given['model']} --load-format dummy --served-model-name SYNTHETIC "
-        f"--speculative-config '{json.dumps(given['speculative_config'])}'"
-    )
+    return guard(parser().prog, lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> int:
+    shape, rates = parse_shape(args.shape), parse_rates(args.acceptance, args.window - 1)
+    target = write_target(args.out / "SYNTHETIC-target", shape, args.shape, args.max_model_len)
+    write_head(args.out / "SYNTHETIC-head", target, args)
+    drafts = {"method": "mtpc", "model": str(args.out / "SYNTHETIC-head")}
+    drafts |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
+    print(f"{LABEL}.\nprescribed tokens/step: {1 + sum(rates):.3f} (SYNTHETIC)")
+    serve = f"vllm serve {args.out}/SYNTHETIC-target --load-format dummy --served-model-name SYNTHETIC"
+    print(f"{serve} --speculative-config '{json.dumps(drafts)}'")
     return 0
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import forks
+
 ROOT = Path(__file__).parents[1]
 
 # Engines that a test starts in its own process: no second process (3 s to start in place of 20), little output, no
@@ -21,7 +23,8 @@ ENGINE_DEFAULTS = {
     "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) - 1)),
 }
 # Folders and files whose tests take longest.
-LONGEST = tuple(f"tests/{name}" for name in ("e2e", "eval", "kernels", "play", "ray", "train", "test_packaging"))
+LONGEST = ("batch", "docs", "e2e", "eval", "gpu_rehearsal", "kernels", "models", "operate", "ray", "train")
+LONGEST = tuple(f"tests/{name}" for name in (*LONGEST, "test_packaging", "test_types"))
 for _name, _value in ENGINE_DEFAULTS.items():
     os.environ.setdefault(_name, _value)
 
@@ -37,6 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files come first, so that workers end together."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+    forks.inspect_models_here()
 
 
 @pytest.fixture(scope="session")

@@ -40,6 +40,9 @@ def python(*argv: str) -> subprocess.CompletedProcess:
         (["--version"], f"vllm-mtpc {vllm_mtpc.__version__}"),
         *(([*argv], f"{name} {about}") for argv in ((), ("--help",)) for name, (about, _) in COMMANDS.items()),
         *(([name, "--help"], f"usage: vllm-mtpc {name}") for name in COMMANDS),
+        *((words.split(), "vllm-mtpc 0") for words in ("-V", "-v")),  # as by vLLM
+        *((words.split(), "usage: vllm-mtpc eval") for words in ("help eval", "eval -h")),
+        (["train", "--help=learning"], "--learning-rate FLOAT"),
     ],
 )
 def test_version_and_help_are_printed(capsys, argv, printed):

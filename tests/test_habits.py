@@ -91,22 +91,6 @@ def test_error_is_one_line_with_the_exit_code_of_its_kind(words: str, code: int,
     assert printed.startswith("vllm-mtpc") and re.search(line, printed)
 
 
-@pytest.mark.parametrize(
-    ("words", "printed"),
-    [
-        ("help", "COMMAND"),
-        ("help eval", "usage: vllm-mtpc eval"),
-        ("-V", "vllm-mtpc 0"),
-        ("-v", "vllm-mtpc 0"),
-        ("train --help=learning", "--learning-rate FLOAT"),
-    ],
-)
-def test_help_and_version_are_printed_as_by_vllm(words: str, printed: str, capsys: Any) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(words.split())
-    assert stop.value.code == 0 and printed in capsys.readouterr().out
-
-
 def loggers() -> dict[str, Any]:
     from vllm.v1.metrics.loggers import PrometheusStatLogger
     from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger

@@ -1,12 +1,10 @@
-"""Byte-level targets that a CPU can train: the demo's own (scripts/train_demo.sh) and smaller ones for examples, which
-are the defaults; larger ones on a GPU."""
+"""Byte-level targets that a CPU can train: the demo's own (scripts/train_demo.sh) and smaller ones, the defaults."""
 
 import copy
 import json
 import math
 import shlex
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,17 +121,13 @@ def token_loss(model: PreTrainedModel, tokens: torch.Tensor, ahead: nn.ModuleLis
     ``ahead``: linear layers that predict the tokens 2, 3, ... places ahead, AHEAD_WEIGHT of whose mean loss is added.
     """
     # bfloat16 matrix products are about three times faster than float32 ones on CPUs that have them, else far slower.
-    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=_multiplies_bfloat16(tokens.device)):
+    with torch.autocast("cpu", torch.bfloat16, enabled=torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         found = model(input_ids=tokens[:, :-1], use_cache=False, output_hidden_states=ahead is not None)
         logits = [found.logits]  # [B, T, V]
         for k, layer in enumerate(ahead or [], 2):
             logits.append(layer(found.hidden_states[-1][:, : 1 - k]))
     losses = [F.cross_entropy(some.float().flatten(0, 1), tokens[:, k:].flatten()) for k, some in enumerate(logits, 1)]
     return losses[0] + (AHEAD_WEIGHT * torch.stack(losses[1:]).mean() if ahead else 0)
-
-
-def _multiplies_bfloat16(device: torch.device) -> bool:
-    return device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def schedule(step: int, steps: int, cool_down: int = COOL_DOWN) -> float:
@@ -151,7 +145,7 @@ def build_optimizers(model: PreTrainedModel, rate: float = LEARNING_RATE) -> lis
     With a budget of a few thousand steps Muon reaches the same loss in clearly fewer of them than AdamW alone. Its
     products are bfloat16: a CPU without them gets AdamW for all, and another model from the same seed.
     """
-    if not _multiplies_bfloat16(model.device):
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return [torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.05, fused=True)]
     inner = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
     outer = [p for name, p in model.named_parameters() if not (p.ndim == 2 and ".layers." in name)]
@@ -210,46 +204,38 @@ def train(
     text: corpus.Corpus,
     config: PretrainedConfig | None = None,
     recipe: Recipe | None = None,
-    minutes: float | None = None,
-    device: str = "cpu",
     state: Path | None = None,
 ) -> PreTrainedModel:
     """Trains from the fixed seed; the progress bar shows loss in nats, bits per byte and the time left.
 
     In the last ``ahead_steps`` both include the loss of the further tokens, see ``token_loss``.
-    ``minutes`` replaces the number of steps as the limit. With the file ``state`` an interrupted training goes on from
-    its last 100 steps. ``steps_taken`` of the result is the number of steps.
+    With the file ``state`` an interrupted training goes on from its last 100 steps.
     """
     recipe = recipe or Recipe()
     torch.manual_seed(SEED)
     generator = torch.Generator().manual_seed(SEED)
-    model = AutoModelForCausalLM.from_config(config or target_config(), dtype=torch.float32).to(device)
+    model = AutoModelForCausalLM.from_config(config or target_config(), dtype=torch.float32)
     rate, sizes = recipe.learning_rate, (model.config.hidden_size, model.config.vocab_size)
     optimizers = build_optimizers(model, rate)
-    ahead = nn.ModuleList(nn.Linear(*sizes, bias=False) for _ in range(AHEAD if recipe.ahead_steps else 0)).to(device)
+    ahead = nn.ModuleList(nn.Linear(*sizes, bias=False) for _ in range(AHEAD if recipe.ahead_steps else 0))
     if recipe.ahead_steps:
         optimizers.append(torch.optim.AdamW(ahead.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0))
     learns = [model, *optimizers, ahead]
     first = load_state(state, generator, learns) if state and state.exists() else 0
     steps = recipe.steps
-    bar = tqdm(desc="target", unit="step", mininterval=5, total=None if minutes else steps, initial=first)
-    started, step = time.monotonic(), first
-    while step < steps:
+    bar = tqdm(desc="target", unit="step", mininterval=5, total=steps, initial=first)
+    for step in range(first, steps):
         longest = model.config.max_position_embeddings
         length = longest if is_long(step, steps, recipe.long_steps) else recipe.short_window
         windows = max(1, recipe.tokens_per_step // length)
-        tokens = corpus.crops(text.train, windows, length + 1, generator).to(device)
+        tokens = corpus.crops(text.train, windows, length + 1, generator)
         more = ahead if step >= steps - recipe.ahead_steps else None
         loss = train_step(model, optimizers, tokens, schedule(step, steps, recipe.cool_down), more)
         bar.set_postfix(loss=f"{loss:.3f}", bits=f"{loss / math.log(2):.3f}", refresh=False)
         bar.update()
-        step += 1
-        if minutes and step >= first + 10:
-            steps = first + round((step - first) * 60 * minutes / (time.monotonic() - started))
-        if state and step % 100 == 0:
-            save_state(state, step, generator, learns)
-    model.steps_taken = step
-    return model.cpu().eval()
+        if state and (step + 1) % 100 == 0:
+            save_state(state, step + 1, generator, learns)
+    return model.eval()
 
 
 @torch.no_grad()

@@ -6,7 +6,6 @@ validation.
 
 import argparse
 import hashlib
-import importlib.util
 import json
 import sysconfig
 from collections.abc import Sequence
@@ -23,7 +22,6 @@ from vllm_mtpc.demo import HOLDOUT, MIN_BYTES
 EOS = 256
 VOCAB_SIZE = 257
 ALSO_HELP = "and on the files that match; a pattern given twice counts twice"
-PACKAGES_HELP = "installed packages whose source text is added to the standard library's"
 
 
 @dataclass(frozen=True)
@@ -58,21 +56,12 @@ def split(documents: list[bytes]) -> Split:
     return Split(tokens, torch.tensor(starts), after_newline.nonzero()[:, 0] + 1)
 
 
-def package_folder(name: str) -> Path:
-    """The folder of an installed package; raises ValueError."""
-    spec = importlib.util.find_spec(name)
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError(f"{name} is not an installed package")
-    return Path(spec.submodule_search_locations[0])
-
-
-def load(root: Path | None = None, packages: Sequence[str] = (), also: Sequence[str] = ()) -> Corpus:
-    """The corpus: files in ``root`` (default: the standard library), of installed packages, and of patterns.
+def load(also: Sequence[str] = ()) -> Corpus:
+    """The corpus: files of the standard library and of patterns.
 
     Every 20th file of each is held out, so a pattern given twice repeats text that is trained on alone.
     """
-    root = root or Path(sysconfig.get_path("stdlib"))
-    sources = [demo.texts([root, *map(package_folder, packages)]), *map(matching, also)]
+    sources = [demo.texts([Path(sysconfig.get_path("stdlib"))]), *map(matching, also)]
     rest = [text for texts in sources for index, text in enumerate(texts) if index % HOLDOUT != HOLDOUT - 1]
     return corpus_of(rest, [text for texts in sources for text in demo.held_out(texts)], list(chain(*sources)))
 
@@ -145,10 +134,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.demo.corpus", description=main.__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--text", type=Path, metavar="FILE", help="this text in place of the standard library")
-    parser.add_argument("--packages", nargs="*", default=[], metavar="NAME", help=PACKAGES_HELP)
     parser.add_argument("--also", nargs="*", default=[], metavar="PATTERN", help=ALSO_HELP)
     arguments = parser.parse_args()
-    text = load_file(arguments.text) if arguments.text else load(packages=arguments.packages, also=arguments.also)
+    text = load_file(arguments.text) if arguments.text else load(arguments.also)
     write_jsonl(text, arguments.out)
     print(f"corpus: {text.files} files, {text.bytes} bytes, sha256 {text.sha256}: {arguments.out}")
 

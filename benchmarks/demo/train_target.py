@@ -25,11 +25,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--text", type=Path, metavar="FILE", help="train on this text, not on the standard library")
     parser.add_argument("--steps", type=int, metavar="N", help="default: that of byte_target.py")
     parser.add_argument("--long-steps", type=int, metavar="N", help="those on long windows, in the second half")
-    parser.add_argument("--packages", nargs="*", default=[], metavar="NAME", help="and on their source text")
     parser.add_argument("--also", nargs="*", default=[], metavar="PATTERN", help="and on the files that match")
     parser.add_argument("--about", default="", metavar="TEXT", help="what the files of --also are, for the card")
     parser.add_argument("--tokens-per-step", type=int, metavar="N", help="default: that of byte_target.py")
-    parser.add_argument("--minutes", type=float, metavar="M", help="as many steps as fit, on a GPU where there is one")
     parser.add_argument("--hidden-size", type=int, metavar="N", help="default: that of byte_target.py")
     parser.add_argument("--layers", type=int, metavar="N", help="default: that of byte_target.py")
     parser.add_argument("--intermediate-size", type=int, metavar="N", help="default: that of byte_target.py")
@@ -47,9 +45,8 @@ def main() -> None:
     arguments = parser().parse_args()
     # Imported late: --help should not wait for torch and transformers.
     from benchmarks.demo import byte_target, corpus
-    from vllm_mtpc.hf import choose_device
 
-    text = corpus.load_file(arguments.text) if arguments.text else corpus.load(None, arguments.packages, arguments.also)
+    text = corpus.load_file(arguments.text) if arguments.text else corpus.load(arguments.also)
     print(f"corpus: {text.files} files, {text.bytes} bytes, sha256 {text.sha256}", flush=True)
     width = arguments.hidden_size or byte_target.HIDDEN_SIZE
     config = byte_target.target_config(
@@ -61,36 +58,33 @@ def main() -> None:
     given = {field.name: getattr(arguments, field.name, None) for field in dataclasses.fields(byte_target.Recipe)}
     given["learning_rate"] = byte_target.LEARNING_RATE * math.sqrt(byte_target.HIDDEN_SIZE / width)
     recipe = byte_target.Recipe(**{name: value for name, value in given.items() if value is not None})
-    device = str(choose_device("auto" if arguments.minutes else "cpu"))
     started = time.monotonic()
-    model = byte_target.train(text, config, recipe, arguments.minutes, device, arguments.state)
+    model = byte_target.train(text, config, recipe, arguments.state)
     byte_target.save(model, arguments.out, bits=arguments.significant_bits)
     if arguments.state:
         arguments.state.unlink(missing_ok=True)
-    library = LIBRARY + "".join(f"; and of package {name}" for name in arguments.packages) + arguments.about
+    library = LIBRARY + arguments.about
     record = describe(
         arguments.out,
         text,
         steps={
             **dataclasses.asdict(recipe),
-            "steps": model.steps_taken,
             "long_window": config.max_position_embeddings,
             "significant_bits": arguments.significant_bits,
         },
         data=f"{arguments.text.name} as bytes; its last 1/{corpus.HOLDOUT} held out" if arguments.text else library,
-        device=device,
         minutes=(time.monotonic() - started) / 60,
     )
     results = record["figures"]
     print(f"target: {results['bits_per_byte']:.4f} bits/byte on held-out text, {results['minutes']} minutes")
 
 
-def describe(folder: Path, text: Any, steps: dict[str, Any], data: str, device: str, minutes: float) -> dict[str, Any]:
+def describe(folder: Path, text: Any, steps: dict[str, Any], data: str, minutes: float) -> dict[str, Any]:
     """Measures the saved target, writes README.md and provenance.json, and returns the latter's values."""
     from benchmarks.demo import byte_target
     from vllm_mtpc.files import replace_file
 
-    model = byte_target.load(folder).to(device)
+    model = byte_target.load(folder)
     results = {
         "bits_per_byte": byte_target.bits_per_byte(model, text.valid, steps["short_window"], LOSS_BYTES),
         "bits_per_byte_long": byte_target.bits_per_byte(model, text.valid, steps["long_window"], LOSS_BYTES),

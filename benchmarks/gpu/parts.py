@@ -84,23 +84,3 @@ def windowed(programme: Programme, name: str, seconds: float, cache_gib: int = 2
     until = programme.size(seconds - 20, None)  # the last pass and the ends of engines take the rest
     program = words(sys.executable, "-m", "benchmarks.gpu.window", until=until)
     return replace(part, command=[*program, *part.command[part.command.index("serve") :]])
-
-
-def trained(programme: Programme, name: str, folder: Path, seconds: float, **options: Any) -> Part:
-    """`vllm-mtpc train` on the target's own text; one that was stopped goes on."""
-    data = {name: programme.cache / "data" / f"{name}.jsonl" for name in ("sampled", "greedy", "heldout")}
-    given = {
-        "target": programme.cache / "target",
-        "data": [data["sampled"], data["greedy"]],
-        "validation_data": data["heldout"],
-        "out": folder,
-        "save_minutes": 2,
-        **programme.size(
-            {"seq_len": 160, "evaluation_sequences": 256, "evaluation_tokens": 96, "target_dtype": "bfloat16"},
-            {"seq_len": 40, "evaluation_sequences": 2, "evaluation_tokens": 8},
-        ),
-    }
-    resume = ["--resume"] if any((folder / "state").glob("step-*")) else []
-    command = words(*MTPC, "train", *resume, **given, **options)
-    weights = folder / ("adapter_model.safetensors" if options.get("head") == "ptp" else "model.safetensors")
-    return Part(name, seconds, command, folder / "provenance.json", list(data.values()), makes=weights)

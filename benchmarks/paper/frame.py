@@ -1,7 +1,7 @@
 """A table of a paper: its measurement, the paper's numbers, and their presentation.
 
-``benchmarks/paper/run.sh NAME`` measures one and writes benchmarks/results/paper-NAME.json; benchmarks/PAPERS.md is
-made from these files and from the definitions. The papers' own numbers are in published.json.
+A table has the rows of benchmarks/results/paper-NAME.json; benchmarks/PAPERS.md is made from these files and from the
+definitions. The papers' own numbers are in published.json.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 from benchmarks.paper.findings import claims
 from vllm_mtpc.engine import provenance
-from vllm_mtpc.errors import UsageError
 from vllm_mtpc.report import check_file, markdown, write_json
 
 Row = Mapping[str, Any]  # a cell by its column's key
@@ -32,16 +31,11 @@ class Table:
 
     title: str
     columns: Mapping[str, str]  # key of a row -> header
-    measure: Callable[[bool], Sequence[Row]] | None  # quick -> rows, of a few steps; None: not run, or not any more
+    measure: Callable[[], Iterable[Row]] | None  # None: not run, or not any more
     differs: str  # differences in size to the paper, or the reason for not running it
     remark: str  # what limits the comparison; what the rows say of the paper's claims is computed (`findings.py`)
     draw: Callable[[Sequence[Row], Path], None] | None = None  # rows, file -> a figure
-    view: Callable[[], Sequence[Row]] | None = None  # rows of `students.py`
-
-
-def listed(rows: Callable[[bool], Iterable[Row]]) -> Callable[[bool], list[Row]]:
-    """A measure that gives a list."""
-    return lambda quick: list(rows(quick))
+    view: Callable[[], Iterable[Row]] | None = None  # rows of `students.py`
 
 
 def rows_of(name: str, table: Table) -> list[Row]:
@@ -62,17 +56,14 @@ def figure(name: str) -> Path:
     return provenance.FIGURES / f"paper-{name}.svg"
 
 
-def run(name: str, table: Table, quick: bool, out: Path | None) -> Path:
-    """Measures one table; returns the file that was written. A quick one is written to ``out`` alone."""
-    file = result(name) if out is None else out / result(name).name
+def run(name: str, table: Table) -> Path:
+    """Measure a table; return the file that was written."""
+    file = result(name)
     check_file(file)
-    if table.measure is None:
-        how = "is made by python -m benchmarks.paper.students" if table.view else "is not run (any more)"
-        raise UsageError(f"{name} {how}: see benchmarks/PAPERS.md; name another table")
-    rows = [dict(row) for row in table.measure(quick)]
+    rows = [dict(row) for row in table.measure()]
     write_json(file, {"title": table.title, **provenance.collect(), "rows": rows})
     if table.draw is not None:
-        table.draw(rows, figure(name) if out is None else out / figure(name).name)
+        table.draw(rows, figure(name))
     return file
 
 

@@ -9,12 +9,12 @@ one.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
 from benchmarks.paper import spec_bench, students
-from benchmarks.paper.frame import Row, Table, listed
+from benchmarks.paper.frame import Row, Table
 from benchmarks.paper.ptp_figures import draw_pairs
 from benchmarks.paper.students import COIN, FROM_DATA, LONG
 from vllm_mtpc import demo
@@ -53,11 +53,6 @@ def averages(variant: str, length: int | None = None, **changes: Any) -> Iterato
         spread = stdev([one["tokens_per_step"] for one in base]) if len(base) > 1 else 0.0
         found = {one["seed"]: one if length is None else one["by_window"][str(length)] for one in kept}
         yield {"variant": variant, **students.averaged(found, spread)}
-
-
-def viewed(rows: Callable[[], Iterable[Row]]) -> Callable[[], list[Row]]:
-    """A view that gives a list."""
-    return lambda: list(rows())
 
 
 def from_data() -> Iterator[Row]:
@@ -179,7 +174,7 @@ TABLES = {
         "teacher's intervals, never inside their own. Training all weights of the rows' layers gains little over LoRA; "
         "the keys and values of the text are the frozen teacher's in both. Already x_2 (windows of 2), for which a row "
         "follows one u, is far from the teacher's: to find the token of a u is what these rows do not learn from data.",
-        view=viewed(from_data),
+        view=from_data,
     ),
     "ptp-table-2": Table(
         "O-PTP against independent prediction",
@@ -190,7 +185,7 @@ TABLES = {
         "The paper: 1.13x. [PTP](../docs/ptp.md#measured) has the reason for less on the demo target. On `coin` no "
         "head without u passes 4.27. Rows compute the target's distribution, compare it with u and go on from the "
         "token: two layers are few for it.",
-        view=viewed(against_independent),
+        view=against_independent,
     ),
     "ptp-table-3": Table(
         "Spec-Bench",
@@ -201,7 +196,7 @@ TABLES = {
             "cut": "truncated",
             **{key: text for name in spec_bench.HEADS for key, text in ((name, name), (f"{name}_error", "± s.e."))},
         },
-        listed(spec_bench.rows),
+        spec_bench.rows,
         "All 480 questions, both turns of the conversations, to the demo target (8.8M parameters, trained on Python's "
         "source, prose and JSON: its answers are noise, only its steps are measured), answers of 64 bytes, one pass "
         "per step. Truncated: prompts of which the target, which reads 8,192 bytes, receives the end.",
@@ -225,7 +220,7 @@ TABLES = {
         SIZE + " Text of the student: tokens that the teacher selects after the student's drafts, trained up to the "
         "first rejection.",
         "The paper: losses and text hardly matter.",
-        view=viewed(losses),
+        view=losses,
     ),
     "ptp-table-5": Table(
         "embeddings of u",
@@ -233,7 +228,7 @@ TABLES = {
         None,
         SIZE,
         "The paper: arithmetic coding (here its bits) before thresholds.",
-        view=viewed(embeddings),
+        view=embeddings,
     ),
     "ptp-table-6": Table(
         "where u lies in its interval",
@@ -241,7 +236,7 @@ TABLES = {
         None,
         SIZE,
         "",
-        view=viewed(betas),
+        view=betas,
     ),
     "ptp-table-7": Table(
         "several candidates per step",
@@ -250,7 +245,7 @@ TABLES = {
         SIZE + " O-PTP, two passes per step, 100 texts of 40 tokens.",
         "The paper: 1.10x at M = 4, 1.20x at 16 and 1.23x at 64. A likely reason: in the middle of a token's interval "
         "in one context lie ends of the intervals of others, so drafts are not right more often there.",
-        view=viewed(candidates),
+        view=candidates,
     ),
     "ptp-table-8": Table(
         "shorter windows",
@@ -259,7 +254,7 @@ TABLES = {
         SIZE + " The same students, asked for fewer drafts. Those trained with windows of 100, where there are some, "
         "have texts of 160 tokens, and a teacher of such.",
         "",
-        view=viewed(lengths),
+        view=lengths,
     ),
     "ptp-figure-5": Table(
         "pairs of tokens over (u_1, u_2)",
@@ -268,7 +263,7 @@ TABLES = {
         SIZE + " In `taxi` a ride starts where the last one ended: a pair is incompatible where it does not.",
         "",
         draw_pairs,
-        viewed(unit_square),
+        unit_square,
     ),
     "ptp-ingredients-bytes": Table(
         "the recipe on the demo target",

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Measures tables and figures of the papers; without a name it lists them.
+# Measures Spec-Bench (ptp-table-3), writes the documents of the papers; without arguments it lists the tables.
 #
-#   benchmarks/paper/run.sh [NAME...|all] [--quick --out FOLDER] [--write]
+#   benchmarks/paper/run.sh [ptp-table-3] [--write]
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 unset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX # bytecode is kept next to the sources, see setup.sh

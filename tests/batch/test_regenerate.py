@@ -20,7 +20,6 @@ from vllm_mtpc.batch.prompts import collect
 from vllm_mtpc.batch.regenerate import regenerate
 from vllm_mtpc.cli import main
 from vllm_mtpc.engine import server
-from vllm_mtpc.engine.server import VllmServer
 from vllm_mtpc.errors import UsageError
 
 CHAT = (
@@ -234,27 +233,13 @@ VLLM = {"dtype": "float32", "max_tokens": 12, "ignore_eos": True, "engine": ENGI
 
 
 @pytest.fixture(scope="module")
-def written(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[float, Path]]:
-    """Whole runs at T = 0 and 1 over prompts of very different lengths, some without room.
-
-    The server of the first run answers all runs of the module: they start it with the same words.
-    """
+def written(target: Path, servers: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[float, Path]:
+    """Whole runs at T = 0 and 1 over prompts of very different lengths, some without room."""
     folder, generator = tmp_path_factory.mktemp("written"), torch.Generator().manual_seed(5)
-    servers: dict[str, VllmServer] = {}
     prompts = [torch.randint(256, (length,), generator=generator).tolist() for length in LENGTHS]
     data = write_lines(folder / "d.jsonl", *({"prompt_ids": prompt} for prompt in prompts))
     outs = {temperature: folder / f"{temperature}.jsonl" for temperature in (0.0, 1.0)}
-    with contextlib.ExitStack() as running, pytest.MonkeyPatch.context() as patch:
-
-        @contextlib.contextmanager
-        def run_once(words: list[str], log: Path) -> Iterator[VllmServer]:
-            if str(words) not in servers:
-                servers[str(words)] = running.enter_context(server.run_server(words, log))
-            yield servers[str(words)]
-
-        patch.setattr(module, "run_server", run_once)
-        yield {t: regenerate(options(target, data, out, temperature=t, **VLLM)) for t, out in outs.items()}
-    assert len(servers) == 1
+    return {t: regenerate(options(target, data, out, temperature=t, **VLLM)) for t, out in outs.items()}
 
 
 def test_greedy_responses_equal_transformers(target, written):
@@ -271,13 +256,13 @@ def test_greedy_responses_equal_transformers(target, written):
         assert row["finish_reason"] == "length"
 
 
-def test_resumed_run_writes_the_same_responses(target, written, tmp_path):
+def test_resumed_run_writes_the_same_responses(target, written, servers, tmp_path):
     """Other requests share the batches of the second run; every response has its own seed."""
     whole, out = written[1.0], tmp_path / "out.jsonl"
     out.write_bytes(b"".join(whole.read_bytes().splitlines(keepends=True)[:7]) + b'{"id": "torn')
     (tmp_path / "out.jsonl.meta.json").write_bytes(whole.with_name(whole.name + ".meta.json").read_bytes())
     regenerate(options(target, str(whole.parent / "d.jsonl"), out, temperature=1.0, **VLLM))
-    assert by_id(out) == by_id(whole)
+    assert by_id(out) == by_id(whole) and len(servers) == 1
     greedy = {tuple(row["prompt_ids"]): row["response_ids"] for row in lines(written[0.0])}
     assert any(row["response_ids"] != greedy[tuple(row["prompt_ids"])] for row in lines(out))
     assert not (tmp_path / "out.jsonl.log").exists()

@@ -221,7 +221,7 @@ def test_train_writes_conversations_without_data(monkeypatch, tmp_path):
             parse(wrong)
 
 
-def test_engine_writes_texts_of_a_target_without_template(tmp_path):
+def test_engine_writes_texts_of_a_target_without_template(servers, tmp_path):
     make_target(tmp_path / "target", vocab_size=257, seed=3)
     build_tokenizer().save_pretrained(tmp_path / "target")
     engine, out = json.dumps({"max_model_len": 64, "kv_cache_memory_bytes": 1 << 26}), tmp_path / "out.jsonl"
@@ -230,4 +230,4 @@ def test_engine_writes_texts_of_a_target_without_template(tmp_path):
     assert len(whole) == 5 and all(row["prompt_ids"] == [END] and row["response_ids"] for row in whole)
     assert len({str(row["response_ids"]) for row in whole}) == 5
     out.write_text("".join(out.read_text().splitlines(keepends=True)[:2]))
-    assert lines(regenerate(how)) == whole
+    assert lines(regenerate(how)) == whole and len(servers) == 1

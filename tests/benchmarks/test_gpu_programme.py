@@ -69,7 +69,7 @@ def test_parts_have_unique_names_fit_the_limit_and_get_the_engine_arguments(stag
     """Where inductor fails on a GPU: `--engine '{"enforce_eager": true}'`."""
     for is_toy in (False, True):
         parts = stages.STAGES[stage](Programme(is_toy, {"enforce_eager": True}))
-        assert len({one.name for one in parts}) == len(parts) and (parts or stage == "drafters")
+        assert len({one.name for one in parts}) == len(parts) > 0
         for one in parts:
             assert 0 < one.seconds <= programme.LIMIT_S
             if {"regenerate", "serve"} & set(one.command):

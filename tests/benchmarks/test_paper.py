@@ -9,13 +9,10 @@ from benchmarks.paper import __main__ as command
 from benchmarks.paper import candidates
 from benchmarks.paper.candidates import Written
 from benchmarks.paper.findings import Claim, Difference, claims
-from benchmarks.paper.mtpc_students import HMMS
 from tests.support.distribution_cases import Setting, exact_distribution, is_distributed
 from tests.support.tiny import llama_target
 from tests.support.tiny_ptp import VARIANTS, oracle, random_student
-from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.eval.text import Sampling
-from vllm_mtpc.heads.head import build_head
 
 V, LENGTH, TEXTS = 3, 3, 4000
 PROMPT = torch.tensor([1, 2])
@@ -50,23 +47,6 @@ def test_students_are_compared_by_the_seeds_that_both_have() -> None:
     assert "**holds** (+0.100 ± 0.011)" in claims("ptp-table-8", rows)[0].line()
     del rows[1]["by_seed"][1]
     assert "**within noise** (+0.000 ± 0.849)" in claims("ptp-table-8", rows)[0].line()
-
-
-@pytest.mark.parametrize("what", list(HMMS)[1:])
-def test_hmm_keeps_its_property_in_training(what):
-    torch.manual_seed(0)
-    target = {"vocab_size": 7, "hidden_size": 5}
-    head = build_head(HeadConfig.create(circuit="hmm", window=4, num_components=3, target=target, verifier="-"))
-    HMMS[what].trainer.prepare(head)
-    optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], 0.1)
-    for _ in range(3):
-        params = head(torch.randn(6, 5))
-        (params.inner.exp()[:, :, 0] * torch.randn(6, head.circuit.num_inner, 3)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    one, other = head(torch.randn(2, 5)).inner
-    assert torch.equal(one, other) == (what == "not contextual")
-    assert torch.allclose(one[:1].expand_as(one), one) == (what == "homogeneous")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

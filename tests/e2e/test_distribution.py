@@ -35,7 +35,9 @@ from tests.support.models import make_head, make_target, make_tokenizer
 from tests.support.requests import ALL_DRAFTS
 
 DRAWS, FEW, FIRST = 20_000, 1_000, 3
-FEW_DRAWS = {  # in every run; dropping tokens moves the first three by 0.06 and less, 4,000 draws allow 0.05
+# In every run; dropping tokens moves the first three by 0.06 and less, 4,000 draws allow 0.05. A trunk mlp is slow: in
+# every run test_heads.py compares its drafts with the definition.
+FEW_DRAWS = {
     "V1: 13 kinds, btree, good": FEW,
     "V1: fault: a cut by the drawn token": 2_000,
     "V1: fault: the recovered token is dropped": 10_000,
@@ -50,9 +52,6 @@ FEW_DRAWS = {  # in every run; dropping tokens moves the first three by 0.06 and
     "draft vocabulary": FEW,
     "fault: draft vocabulary, the recovered token is dropped": 4_000,
     "V1: draft vocabulary": FEW,
-    "trunk mlp": FEW,
-    "fault: trunk mlp, the recovered token is dropped": 4_000,
-    "V1: trunk mlp": FEW,
     "o-ptp": FEW,
     "fault: o-ptp, u squared": FEW,
 }

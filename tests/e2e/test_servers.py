@@ -72,23 +72,29 @@ def answer(client: openai.OpenAI, **more: Any) -> tuple[list[int], str, str]:
     return whole.prompt_token_ids, text, arguments
 
 
-@pytest.mark.parametrize(("runner", "method"), COLUMNS)
-def test_chat_streams_and_tool_calls_equal_plain(runner: str, method: str, tmp_path: Path) -> None:
-    (tmp_path / "template.jinja").write_text(TEMPLATE)
-    words = ["--chat-template", str(tmp_path / "template.jinja"), "--enable-auto-tool-choice"]
-    words += ["--tool-call-parser", "hermes", "--served-model-name", "m"]
-    words += ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
-    with serve(tmp_path, runner, method, *words) as served:
-        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", timeout=600, max_retries=0)
-        chat, text, _ = answer(client)
-        # the penalty: or this small a model goes on with blanks, which the grammar of a call allows
-        one = {"parallel_tool_calls": False, "max_tokens": 160, "frequency_penalty": 1.0}
-        _, _, named = answer(client, tools=[TOOL], tool_choice=NAMED, **one)
-        _, _, required = answer(client, tools=[TOOL], tool_choice="required", **one)
-    for arguments in (named, required):
+CHAT = ["--chat-template", TEMPLATE, "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+CHAT += ["--served-model-name", "m"]
+CHAT += ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
+
+
+def check_chat(url: str, key: str) -> None:
+    """Streams and tool calls of a server started with the words CHAT equal whole answers, and these plain vLLM's."""
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, timeout=600, max_retries=0)
+    chat, text, _ = answer(client)
+    # the penalty: or this small a model goes on with blanks, which the grammar of a call allows
+    one = {"parallel_tool_calls": False, "max_tokens": 160, "frequency_penalty": 1.0}
+    for choice in (NAMED, "required"):
+        _, _, arguments = answer(client, tools=[TOOL], tool_choice=choice, **one)
         jsonschema.validate(json.loads(arguments), SCHEMA)
     (plain,) = run({"plain": build(DEMO, None, [ask([chat], 80, ignore_eos=False)], max_model_len=256)}, "v1")["plain"]
     assert plain.texts == [[text]]
+
+
+@pytest.mark.slow  # tests/operate/test_head_endpoint.py asks its own server the same, V1 with `mtpc`
+@pytest.mark.parametrize(("runner", "method"), COLUMNS)
+def test_chat_streams_and_tool_calls_equal_plain(runner: str, method: str, tmp_path: Path) -> None:
+    with serve(tmp_path, runner, method, *CHAT) as served:
+        check_chat(served.url, "none")
 
 
 def running() -> set[psutil.Process]:

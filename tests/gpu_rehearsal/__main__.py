@@ -28,27 +28,28 @@ COMPILED = {
 }
 
 
-def rehearse(made: Any, args: argparse.Namespace, has_faults: bool) -> int:
-    """Rehearse in a fork, print and write the report; return the exit status."""
+def rehearse(made: Any, args: argparse.Namespace) -> int:
+    """Rehearse in a fork, print and write the reports; return the exit status."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     engine = {"dtype": "bfloat16", "max_num_seqs": 6} | (COMPILED if args.compile else {}) | args.engine
     if args.ranks > 1:
         engine["tensor_parallel_size"] = args.ranks
-    report = made.run(engine, args.spec, has_faults)
-    name = Path(report.head).name + "-faults" * has_faults
-    if args.json:
-        (args.json / f"{name}.json").write_text(json.dumps(vars(report), indent=1))
-    for one in sorted(report.findings, key=lambda one: (not one["ours"], one["kind"])):
-        if one["matters"]:
-            shown = (str(one[key]) for key in ("phase", "kind", "count", "what", "where"))
-            print("* " if one["ours"] else "  ", "  ".join(shown), sep="")
-    drafts = sorted({(one["num_reqs"], "+" * one["has_prompt"], one["operations"]) for one in report.drafts})
-    shown = ", ".join(f"{reqs}{more}: {count}" for reqs, more, count in drafts)
-    print(f"GPU operations of drafts outside of graphs, by requests (+: with prompts): {shown}")
-    print(f"{name}: {report.error or 'done'}", flush=True)
-    os._exit(bool(report.error or (report.serious and not has_faults)))  # vLLM's threads do not end by themselves
+    reports = made.run(engine, args.spec, has_faults=made.report.head == args.faults)
+    for report in reports:
+        name = Path(report.head).name
+        if args.json:
+            (args.json / f"{name}.json").write_text(json.dumps(vars(report), indent=1))
+        for one in sorted(report.findings, key=lambda one: (not one["ours"], one["kind"])):
+            if one["matters"]:
+                shown = (str(one[key]) for key in ("phase", "kind", "count", "what", "where"))
+                print("* " if one["ours"] else "  ", "  ".join(shown), sep="")
+        drafts = sorted({(one["num_reqs"], "+" * one["has_prompt"], one["operations"]) for one in report.drafts})
+        shown = ", ".join(f"{reqs}{more}: {count}" for reqs, more, count in drafts)
+        print(f"GPU operations of drafts outside of graphs, by requests (+: with prompts): {shown}")
+        print(f"{name}: {report.error or 'done'}", flush=True)
+    os._exit(bool(reports[0].error or reports[0].serious))  # vLLM's threads do not end by themselves
 
 
 def main() -> None:
@@ -58,7 +59,7 @@ def main() -> None:
     parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="arguments of the engine")
     parser.add_argument("--spec", type=json.loads, default={}, metavar="JSON", help="keys of speculative_config")
     parser.add_argument("--compile", action="store_true", help="trace the target with Dynamo, in vLLM's pieces")
-    parser.add_argument("--faults", metavar="HEAD", help="rehearse this head too, with the faults of faults.py")
+    parser.add_argument("--faults", metavar="HEAD", help="repeat the steps of this head with the faults of faults.py")
     parser.add_argument("--json", type=Path, metavar="FOLDER", help="write a report for each head")
     args = parser.parse_args()
     os.environ.update(ENVIRONMENT, CUDA_VISIBLE_DEVICES=",".join(map(str, range(args.ranks))))
@@ -67,9 +68,7 @@ def main() -> None:
     from tests.gpu_rehearsal.rehearsal import Rehearsal
 
     make = Rehearsal.replace_modules()
-    statuses = [rehearse(make(head), args, has_faults=False) for head in args.heads]
-    statuses += [rehearse(make(args.faults), args, has_faults=True)] if args.faults else []
-    sys.exit(max(statuses))
+    sys.exit(max(rehearse(make(head), args) for head in args.heads))
 
 
 if __name__ == "__main__":

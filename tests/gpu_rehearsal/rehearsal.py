@@ -69,7 +69,11 @@ class Rehearsal:
     """One engine; the modules that `replace_modules` replaced hold its GPU, so a process can rehearse once."""
 
     def __init__(self, gpu: Gpu, launches: Launches, head: str) -> None:
-        self.report, self.gpu, self.launches = Report(head), gpu, launches
+        self.reports, self.gpu, self.launches = [Report(head)], gpu, launches
+
+    @property
+    def report(self) -> Report:
+        return self.reports[-1]
 
     @classmethod
     def replace_modules(cls) -> Callable[[str], Rehearsal]:
@@ -83,15 +87,20 @@ class Rehearsal:
             import_module(module)
         return partial(cls, gpu, launches)
 
-    def run(self, engine: dict[str, Any], spec: dict[str, Any], has_faults: bool) -> Report:
+    def run(self, engine: dict[str, Any], spec: dict[str, Any], has_faults: bool) -> list[Report]:
+        """Return the report and, with faults, that of the same steps with the faults of faults.py."""
         try:
             self._run(engine, spec, has_faults)
         except Exception as error:
             self.report.error = f"{type(error).__name__}: {error}"[:2000]
             traceback.print_exc()
+        self._end_report()
+        return self.reports
+
+    def _end_report(self) -> None:
         found = NOTES.found.items()
         self.report.findings = [asdict(one) | {"matters": one.matters, "count": count} for one, count in found]
-        return self.report
+        NOTES.found.clear()
 
     def _phase(self, name: str) -> None:
         NOTES.phase = name
@@ -112,10 +121,13 @@ class Rehearsal:
             ensure_model_parallel_initialized(ranks, 1)
             init_workspace_manager(CUDA, 1, 1)
             runner = self._load(config)
-            if has_faults:
-                faults.inject(runner.speculator)
             self._prepare(runner, config)
             self._decode(runner, config)
+            if has_faults:
+                self._end_report()
+                self.reports.append(Report(f"{self.report.head}-faults"))
+                faults.inject(runner.speculator)
+                self._decode(runner, config)
 
     def _config(self, engine: dict[str, Any], spec: dict[str, Any]) -> Any:
         from vllm.engine.arg_utils import EngineArgs
@@ -199,12 +211,13 @@ class Rehearsal:
 
         self._phase("step")
         step = runner, runner.execute_model, runner.sample_tokens
-        run_mixed_prefill_decode_warmup(*step, 16, req_id_prefix="again")
+        run_mixed_prefill_decode_warmup(*step, 16, req_id_prefix=f"again-{len(self.reports)}")
         most = config.scheduler_config.max_num_seqs
         for count in sorted({*BATCHES, most}, reverse=True):
             if count <= most:
                 config.scheduler_config.max_num_seqs = count
                 warmup_kernels(*step)
+        config.scheduler_config.max_num_seqs = most
         for num_drafts, at_once in getattr(runner.speculator, "rows_at_once", {}).items():
             for count in {1, 2, 16, 17} & {*range(min(most, at_once) + 1)}:
                 self._draft(runner.speculator, count, num_drafts)

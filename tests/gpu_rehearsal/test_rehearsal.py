@@ -14,20 +14,23 @@ import pytest
 from tests.e2e import test_hosted
 from tests.gpu_rehearsal.faults import FAULTS
 from tests.gpu_rehearsal.rehearsal import Report
+from tests.support import backbones
 from tests.support.configs import write_head
-from tests.support.models import make_target
+from tests.support.models import make_ptp_head, make_target
 
 ROOT = Path(__file__).parents[2]
 # The most GPU operations of a draft outside of CUDA graphs. PTP: 4, and vLLM's own kernels for the first draft, 16 if
 # requests use every sampling option, as those of the rehearsal do.
 OPERATIONS = {"btree": 1, "backbone": 2, "late": 20}
+SHARED = {"kind": "lm_head", "expander_rank": 8, "component_rank": 0, "token_rank": 4}
+BACKBONE = {"kind": "backbone", "aux_hidden_state_layer_ids": [0, 1], **backbones.SMALL}
 
 
 def rehearse(folder: Path, *arguments: str) -> dict[str, Report]:
     """Return the reports of `python -m tests.gpu_rehearsal`, by name; its output is kept for failures."""
     command = [sys.executable, "-m", "tests.gpu_rehearsal", *arguments, "--json", str(folder)]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, check=False, timeout=900)
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, check=False, timeout=1800)
     return {file.stem: Report(**json.loads(file.read_text())) for file in folder.iterdir()}
 
 
@@ -39,11 +42,17 @@ def check(report: Report, drafts: bool = True) -> None:
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
-    return rehearse(tmp_path_factory.mktemp("reports"), "plain", *OPERATIONS, "--faults", "btree")
-
-
-def test_plain_engine_starts_and_has_no_finding_of_ours(reports: dict[str, Report]) -> None:
-    check(reports["plain"], drafts=False)
+    """Of a target of two layers and few graphs: half a minute for each head. The packaged heads are slow tests."""
+    place = tmp_path_factory.mktemp("small")
+    target = make_target(place / "target", vocab_size=257, seed=0)
+    write_head(place / "btree", target.config.to_dict())
+    write_head(place / "backbone", target.config.to_dict(), trunk=BACKBONE, leaves=SHARED | {"component_rank": 4})
+    make_ptp_head(place / "late", target, "late", 5, late_width=12)
+    (place / "reports").mkdir()
+    heads = [str(place / name) for name in OPERATIONS]
+    graphs = {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 8, 64]}
+    engine = json.dumps({"model": str(place / "target"), "compilation_config": graphs})
+    return rehearse(place / "reports", *heads, "--faults", heads[0], "--engine", engine)
 
 
 @pytest.mark.parametrize("head", OPERATIONS)
@@ -62,7 +71,7 @@ def test_injected_fault_is_found(_: Any, kind: str, text: str, reports: dict[str
 PACKAGED = ("ff", "cp", "hmm", "btree", "backbone", "o-ptp", "c-ptp", "late")
 MERGED = ("--spec", json.dumps({"draft_pass": "merged"}))
 NIGHTLY: dict[str, tuple[str, ...]] = {
-    "other heads": ("ff", "cp", "hmm", "o-ptp", "c-ptp"),
+    "packaged": ("plain", *PACKAGED),
     "float32": ("btree", "backbone", "late", "--engine", json.dumps({"dtype": "float32"})),
     "merged": ("o-ptp", "late", *MERGED),
     "Triton attention": ("backbone", "late", "--engine", json.dumps({"attention_backend": "TRITON_ATTN"})),
@@ -86,12 +95,12 @@ def make_folder(place: Path, name: str) -> Path:
     if name in ("mimo", "eagle3", "speculators dflash", "speculators dspark"):
         test_hosted.make_case(place, name)
         return place / "head"
-    target = make_target(place / "target", vocab_size=128_264 if "large" in name else 48, seed=0, layers=4)
+    size, layers = 128_264 if "large" in name else 48, 4 if name == "draft layers" else 2
+    target = make_target(place / "target", size, seed=0, layers=layers)
     write_head(place / "head", target.config.to_dict(), **MADE[name])
     return place / "head"
 
 
-SHARED = {"kind": "lm_head", "expander_rank": 8, "component_rank": 0, "token_rank": 4}
 # Vocabularies of many blocks: drafts, and the reduction over blocks and ranks, are other launches.
 MADE: dict[str, dict[str, Any]] = {
     "draft layers": {"trunk": {"kind": "lora", "rank": 4, "alpha": 8.0}},
@@ -106,11 +115,9 @@ HOSTED = ("mimo", "eagle3", "speculators dflash", "speculators dspark")
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
-        *(pytest.param(name, 1, marks=pytest.mark.slow) for name in (*HOSTED, *MADE) if name != "mlp"),
-        pytest.param("large vocabulary", 2, marks=pytest.mark.slow),
-        ("large vocabulary, low rank", 2),
-        ("mlp", 1),
-        pytest.param("large vocabulary, mlp", 2, marks=pytest.mark.slow),
+        ("large vocabulary, mlp", 2),  # and of low rank: every part of the others but a trunk of layers
+        *(pytest.param(name, 1, marks=pytest.mark.slow) for name in (*HOSTED, *MADE)),
+        *(pytest.param(f"large vocabulary{more}", 2, marks=pytest.mark.slow) for more in ("", ", low rank")),
     ],
 )
 def test_made_heads_start_and_draft(name: str, ranks: int, tmp_path: Path) -> None:

@@ -199,28 +199,3 @@ def test_attention_is_chosen_by_name_and_device(stand_in: types.ModuleType, monk
 
 def _fail(*args: object, **kwargs: object) -> None:
     raise RuntimeError("no kernel image is available\nCUDA kernel errors might be reported later")
-
-
-CAN_RUN = torch.cuda.is_available() and importlib.util.find_spec("xformers") is not None
-
-
-@pytest.mark.skipif(not CAN_RUN, reason="needs a CUDA device and xformers: its kernels run nowhere else")
-# float16 and bfloat16 round to 2^-11 and 2^-8; three layers and a norm let a few such roundings add up.
-@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-4), (torch.float16, 2e-2), (torch.bfloat16, 1.5e-1)])
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt2"])
-def test_real_xformers_equals_each_document_alone(
-    name: str, dtype: torch.dtype, allowed: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("vllm_mtpc.hf.attention.warnings.warn", _fail)  # else PyTorch might be compared with itself
-    config, changes = MODELS[name]
-    backend = choose_attention("auto", "cuda")
-    assert backend == choose_attention("xformers", "cuda") == "xformers"
-    changes = {**changes, "hidden_size": 128, "intermediate_size": 64}
-    reference = backbone(config, **changes)
-    model = backbone(config, IMPLEMENTATION, **changes).to("cuda", dtype)
-    arguments = packed_arguments(DOCUMENTS.cuda(), "xformers")
-    states = model(input_ids=TOKENS.cuda(), use_cache=False, **arguments).last_hidden_state.cpu().float()
-    real = DOCUMENTS >= 0
-    expected = alone(reference)[real]
-    assert states.isfinite().all() and (states[real] - expected).norm() < allowed * expected.norm()
-    check_packing(model, "xformers", "cuda")

@@ -117,9 +117,9 @@ def padded(token_rank: int = 0) -> Case:
     return replace(base, slots=torch.tensor([-1, 4, -1]))
 
 
-def rounded(dtype: torch.dtype) -> Case:
+def rounded(dtype: torch.dtype, batch: int = 32) -> Case:
     """Distributions in half precision, at low temperatures that amplify the rounding."""
-    base = case("hmm", 5, 7, 63, 100, 4, scale=0.3)
+    base = case("hmm", 5, 7, 63, batch, 4, scale=0.3)
     return replace(base, cache_dtype=dtype, temperature=base.temperature * 0.05)
 
 
@@ -227,7 +227,7 @@ CASES: dict[str, Case] = {
     "flat": with_leaf(case("btree", 8, 8, 63, 3, 3), torch.zeros(3, 3, 8, 63)),
     **on_both_paths("strided", strided()),
     **on_both_paths("bfloat16 cache", rounded(torch.bfloat16)),
-    "float16 cache": rounded(torch.float16),
+    "float16 cache": rounded(torch.float16, 100),
     **on_both_paths("padded", padded()),
     # leaves that look at the token before: all circuits, ranks that fill no block or several
     **on_both_paths("token, ff", case("ff", 8, 1, 63, 18, 7, token_rank=1)),
@@ -250,7 +250,7 @@ CASES: dict[str, Case] = {
     "leaves with x_1, tokens": with_first(case("hmm", 8, 7, 63, 18, 3, token_rank=4)),
     "components": with_first(case("btree", 8, 7, 300, 3, 4), 5),
     "components, padded": with_first(padded(), 16),
-    "components, bfloat16": with_first(rounded(torch.bfloat16), 67, torch.bfloat16),
+    "components, bfloat16": with_first(rounded(torch.bfloat16, 100), 67, torch.bfloat16),
     "components, tokens": with_first(case("cp", 5, 32, 320, 3, 4, token_rank=20), 16),
     "components, a rank": with_first(with_rank(case("btree", 8, 7, 300, 3, 4)), 16),
     "several blocks, all ids": replace(BLOCKS, ids=torch.arange(700), one_launch=True),

@@ -17,7 +17,9 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.testclient import TestClient
 
+from tests.e2e.test_servers import CHAT, check_chat
 from tests.operate.test_dashboard import EXPRESSIONS
+from tests.support import serve
 from vllm_mtpc import demo
 from vllm_mtpc.engine import server
 from vllm_mtpc.proposers.options import refusals  # noqa: F401  vLLM's configuration before its entry points
@@ -44,13 +46,14 @@ class Asking:
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asking]:
-    words = [str(demo.path("btree")), "--dtype", "float32", "--enforce-eager", "--served-model-name", "m"]
+    words = [str(demo.path("btree")), "--dtype", "float32", "--enforce-eager", *CHAT]
     words += ["--kv-cache-memory-bytes", str(1 << 26), "--max-model-len", "512"]
-    words += ["--chat-template", "{{ messages[0].content }}"]
     log = tmp_path_factory.mktemp("endpoint") / "server.log"
     environment = {"MTPC_ALLOW_HEAD_SWAP": "1", "VLLM_API_KEY": KEY}
-    with server.run_server(words, log, environment=environment) as made:
-        yield Asking(made.url)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server, "PROGRAM", serve.PROGRAM)
+        with server.run_server(words, log, environment=environment) as made:
+            yield Asking(made.url)
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +108,10 @@ def test_drafts_of_one_request(client: Asking, plain: str) -> None:
     chat = {"model": "m", "messages": [{"role": "user", "content": "a"}], "vllm_xargs": {"mtpc_drafts": 99}}
     status, answer = client.send("/v1/chat/completions", chat)
     assert status == 400 and "mtpc_drafts=99" in answer["error"]["message"], answer
+
+
+def test_chat_streams_and_tool_calls_equal_plain(client: Asking) -> None:
+    check_chat(client.url, KEY)
 
 
 def test_every_metric_of_board_and_rules_is_exported(client: Asking) -> None:

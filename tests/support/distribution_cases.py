@@ -12,7 +12,7 @@ import itertools
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -326,25 +326,14 @@ def _cases() -> dict[str, Case]:
     }
     cases |= {f"V1: 13 kinds, {head}": Case(head, options=ALL_DRAFTS, runner="v1") for head in HEADS if "good" in head}
     cases["V1: leaves look at the token before"] = Case("hmm, tokens", three, options=ALL_DRAFTS, runner="v1")
-    cases["V1: draft vocabulary"] = Case("hmm, two ids", (*three, "seeded"), options=ALL_DRAFTS, runner="v1")
-    cases["V1: fault: draft vocabulary, the recovered token is dropped"] = Case(
-        "hmm, two ids", one, "drop_recovered", True, runner="v1"
-    )
-    cases["V1: draft vocabulary and none at every step"] = Case(
-        "hmm, two ids", three, "swapping", options=ALL_DRAFTS, runner="v1", other="hmm, bad"
-    )
-    cases["V1: trunk mlp"] = Case("hmm, mlp", three, options=ALL_DRAFTS, runner="v1")
-    cases["V1: fault: trunk mlp, the recovered token is dropped"] = Case(
-        "hmm, mlp", one, "drop_recovered", True, runner="v1"
-    )
-    cases["V1: the plan changes the number of drafts"] = Case(
-        "btree, good", three, "changing costs", options=PLANNED, runner="v1"
-    )
-    cases["V1: another head at every step"] = Case(
-        "btree, good", three, "swapping", options=ALL_DRAFTS, runner="v1", other="hmm, bad"
-    )
+    too = ("draft vocabulary", "draft vocabulary and none at every step", "trunk mlp", "another head at every step")
+    cases |= {
+        f"V1: {name}": replace(cases[name], runner="v1") for name in (*too, "the plan changes the number of drafts")
+    }
+    for name in ("", "draft vocabulary, ", "trunk mlp, "):
+        fault = f"fault: {name}the recovered token is dropped"
+        cases[f"V1: {fault}"] = replace(cases[fault], injected="drop_recovered", runner="v1")
     cases["V1: fault: a cut by the drawn token"] = Case("btree, good", one, "drawn cut v1", True, runner="v1")
-    cases["V1: fault: the recovered token is dropped"] = Case("btree, good", one, "drop_recovered", True, runner="v1")
     return cases
 
 

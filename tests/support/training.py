@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -65,8 +67,11 @@ def flags(place: Path, out: str, **changes: object) -> list[str]:
     return words
 
 
-def train(place: Path, out: str, **changes: object) -> Path:
-    assert main(["train", *flags(place, out, **changes)]) == 0
+def train(place: Path, out: str, draws: bool = False, **changes: object) -> Path:
+    """The folder of a finished run. draws: with its figures, which take a second."""
+    figures = {} if draws else {"plot_loss": mock.DEFAULT, "plot_acceptance": mock.DEFAULT}
+    with mock.patch.multiple("vllm_mtpc.train.trainer", **figures) if figures else nullcontext():
+        assert main(["train", *flags(place, out, **changes)]) == 0
     return place / out
 
 

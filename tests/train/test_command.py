@@ -23,7 +23,7 @@ from vllm_mtpc.train import command
 
 def test_run_writes_all_files_and_logs_lines(place, capsys, monkeypatch):
     monkeypatch.setattr(progress, "LINE_SECONDS", 0)
-    out = train(place, "head")
+    out = train(place, "head", draws=True)
     config, _ = load_head(out)
     assert (config.circuit.kind, config.window, config.num_components) == ("btree", 4, 2)
     assert config.speculators_config.verifier.name_or_path == "../target"
