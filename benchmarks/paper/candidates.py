@@ -9,7 +9,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vllm_mtpc.eval.metrics import ratio
-from vllm_mtpc.eval.ptp_acceptance import chunks, draft, draft_rows
+from vllm_mtpc.eval.ptp_evaluator import windows_at_once
 from vllm_mtpc.eval.text import Sampling
 from vllm_mtpc.heads.ptp.distribution import STEPS, edges
 from vllm_mtpc.heads.ptp.student import Prefix, Student
@@ -92,7 +92,8 @@ class Written:
         u = torch.cat([self.u[running, None, None].expand(-1, candidates, 1), u], 2).flatten(0, 1)  # [R * M, K + 2]
         start = self.lengths[running][row] - 2  # x_1 follows
         parts = []
-        for part in chunks(self.student, prefix.hidden.shape[1], drafts + 1, len(row)):
+        size = windows_at_once(self.student, prefix.hidden.shape[1], drafts + 1)
+        for part in torch.arange(len(row)).split(size):
             first = self.tokens[running[row[part]], start[part] + 1]
             parts.append(self._verified(prefix, row[part], start[part], u[part], first))
         tokens, accepted, off = (torch.cat(values).unflatten(0, (count, -1)) for values in zip(*parts, strict=True))
@@ -109,9 +110,8 @@ class Written:
         self, prefix: Prefix, row: Tensor, start: Tensor, u: Tensor, first: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return picked tokens [B, K + 1], accepted drafts [B] and criterion [B] of candidates with u[B, K + 2]."""
-        student, rows = self.student, draft_rows(self.student, self.drafts)
-        hidden = student.aux(prefix, row, start, u[:, : rows.stop])[:, rows]
-        drafted = draft(student, hidden, u[:, 1 : self.drafts + 1], False, first).cpu()
+        student = self.student
+        drafted = student.draft(prefix, row, start, u[:, : self.drafts + 1], first).cpu()
         states = student.plain(prefix, row, start, torch.cat([first[:, None], drafted], 1))  # [B, K + 1, D]
         log_q = self._log_probs(states)
         mine = u[:, 1:].to(log_q.device)

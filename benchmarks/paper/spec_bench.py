@@ -23,7 +23,7 @@ from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.checkpoint.ptp_head import load_student
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.eval import acceptance, ptp_acceptance
+from vllm_mtpc.eval import acceptance, ptp_evaluator
 from vllm_mtpc.eval.metrics import StepMetrics
 from vllm_mtpc.eval.text import Samples, Sampling, generate, join
 from vllm_mtpc.hf import Target, bind, load_target
@@ -118,8 +118,8 @@ def _accepted(target: Target, heads: dict[str, Any], samples: Samples, sampling:
         contexts = acceptance.collect(heads[name], target, samples, sampling, WINDOW - 1)
         found[name] = acceptance.summarise(contexts)
     for name in STUDENTS:
-        windows = ptp_acceptance.collect(heads[name], samples, sampling, WINDOW - 1)
-        found[name] = ptp_acceptance.summarise(windows)
+        windows = ptp_evaluator.collect(heads[name], samples, sampling, WINDOW - 1)
+        found[name] = ptp_evaluator.summarise(windows)
     values = {name: one.tokens_per_step for name, one in found.items()}
     return values | {f"{name}_error": one.standard_error for name, one in found.items()}
 

@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from vllm_mtpc.data.rows import pack
 from vllm_mtpc.data.sources import Documents
-from vllm_mtpc.eval.ptp_acceptance import PtpMetrics, collect, summarise
+from vllm_mtpc.eval.ptp_evaluator import PtpMetrics, collect, summarise
 from vllm_mtpc.eval.text import Samples, Sampling, generate
 from vllm_mtpc.heads.ptp.distribution import edges, u_inside
 from vllm_mtpc.heads.ptp.student import Student

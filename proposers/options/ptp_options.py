@@ -10,8 +10,8 @@ from vllm.platforms import current_platform
 
 from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.errors import ServeConfigError
+from vllm_mtpc.heads.ptp.row_groups import RowGroups, plan_groups
 from vllm_mtpc.plan.draft_schedule import Schedule, expand_schedule, limit_lengths, merge_ranges
-from vllm_mtpc.plan.row_groups import RowGroups, merged_groups, most_drafts, scheduled_groups, two_pass_groups
 from vllm_mtpc.proposers.options import refusals
 from vllm_mtpc.proposers.options.circuit_options import COMMON_KEYS, MtpcSpeculativeConfig
 from vllm_mtpc.proposers.options.switches import logger
@@ -40,21 +40,16 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
 
     def row_groups(self, max_num_seqs: int) -> RowGroups:
         ranges, drafts = self.num_speculative_tokens_per_batch_size, self.num_speculative_tokens
-        if ranges is None:
-            return self._groups_of(drafts, max_num_seqs)
         by_batch = expand_schedule(ranges, max_num_seqs, drafts)[1:]
-        return scheduled_groups(lambda count: self._groups_of(count, max_num_seqs), by_batch)
-
-    def _groups_of(self, drafts: int, max_num_seqs: int) -> RowGroups:
-        if self.draft_pass == "two-pass":
-            return two_pass_groups(self.head, drafts, max_num_seqs, self.max_aux_rows)
-        return merged_groups(self.head, drafts, max_num_seqs, self.max_aux_rows)
+        return plan_groups(self.head, by_batch, self.draft_pass == "two-pass", self.max_aux_rows)
 
     def default_schedule(self) -> Schedule:
         """Return as many drafts as the rows of each batch size give; on a GPU few lengths, each with its graphs."""
-        most, sizes = self.num_speculative_tokens, range(1, self.max_aux_rows + 2)
-        groups = self._groups_of(most, sizes[-1])
-        by_batch = [min(most, most_drafts(groups.bucket(size), self.head.variant, groups.leading)) for size in sizes]
+        most = self.num_speculative_tokens
+        by_batch = [most] * (self.max_aux_rows + 1)
+        groups = plan_groups(self.head, by_batch, self.draft_pass == "two-pass", self.max_aux_rows)
+        drafts = (max(sizes) + groups.leading - self.head.first_row if any(sizes) else 0 for sizes in groups.sizes)
+        by_batch = [min(most, max(0, count)) for count in drafts]
         return merge_ranges(by_batch if current_platform.is_cpu() else limit_lengths(by_batch))
 
     @property

@@ -19,8 +19,7 @@ from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.errors import MtpcError
 from vllm_mtpc.heads.adapters import MODULES, Adapters
 from vllm_mtpc.heads.head import Head, build_head
-from vllm_mtpc.heads.ptp.embedding import build_embedding
-from vllm_mtpc.heads.ptp.late import build_late
+from vllm_mtpc.heads.ptp.layers import PtpHead, PtpLayers
 
 torch.set_num_threads(1)
 TARGET = {"model_type": "llama", "hidden_size": 4, "vocab_size": 7, "architectures": ["LlamaForCausalLM"]}
@@ -89,11 +88,10 @@ def save(folder: Path, kind: str, seed: int = 0, edit: Any = None, dtype=torch.f
     settings = {"variant": "late" if kind == "late" else "o-ptp", "window": 4, "lora_rank": 2} | settings
     config = PtpConfig.create(target=LLAMA, verifier="../target", lora_alpha=6.0, **settings)
     torch.manual_seed(seed)
-    embedding = build_embedding(config.u_embedding, 8, config.u_features, config.u_hidden)
-    lora = lora_of(seed, None, 6.0)
+    head = PtpHead(config, lora_of(seed, None, 6.0), PtpLayers(config))
     if edit:
-        edit(lora, embedding)
-    save_ptp(folder, config, lora, embedding, *end, build_late(8, config.late_width))
+        edit(head.lora, head.layers)
+    save_ptp(folder, head, *end)
 
 
 def refusal(folder: Path, kind: str) -> str:

@@ -18,8 +18,7 @@ from tests.support.heads_zoo import OPTIONS, B, N, V, bind_target, build, config
 from vllm_mtpc.checkpoint import load_head, load_student, read_config, save_head, save_ptp
 from vllm_mtpc.circuits import CIRCUITS
 from vllm_mtpc.config.ptp_config import PtpConfig
-from vllm_mtpc.heads.ptp.embedding import build_embedding
-from vllm_mtpc.heads.ptp.late import build_late
+from vllm_mtpc.heads.ptp.layers import PtpHead, PtpLayers
 from vllm_mtpc.hf import Target
 
 PLACE = Path(__file__).parent / "old"
@@ -84,11 +83,10 @@ def write(place: Path) -> None:
             target=LLAMA, verifier="../target", variant=variant, window=4, lora_rank=2, lora_alpha=6.0
         )
         torch.manual_seed(1)
-        embedding = build_embedding(config.u_embedding, 8, config.u_features, config.u_hidden)
-        late = build_late(8, config.late_width)
-        for value in late.parameters() if late else ():
+        layers = PtpLayers(config)
+        for value in layers.late.parameters() if layers.late else ():
             value.data.normal_()
-        save_ptp(place / variant, config, lora_of(2, None, 6.0), embedding, {}, "card", torch.float16, late)
+        save_ptp(place / variant, PtpHead(config, lora_of(2, None, 6.0), layers), {}, "card", torch.float16)
     for folder in place.iterdir():
         (folder / "README.md").unlink()
         (folder / "provenance.json").unlink()

@@ -19,8 +19,8 @@ from vllm_mtpc.circuits import CIRCUITS
 from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.errors import CheckpointError, MtpcError
 from vllm_mtpc.heads.adapters import MODULES
-from vllm_mtpc.heads.ptp.embedding import EMBEDDINGS, build_embedding
-from vllm_mtpc.heads.ptp.late import build_late
+from vllm_mtpc.heads.ptp.embedding import EMBEDDINGS
+from vllm_mtpc.heads.ptp.layers import PtpHead, PtpLayers
 from vllm_mtpc.heads.trunk.lora import LoraDraftLayers
 from vllm_mtpc.hf import Target
 
@@ -145,24 +145,23 @@ PTP_SETTINGS.append({"variant": "late", "late_width": 3, "distribution_trust": 0
 def test_ptp_head_is_loaded_as_saved(tmp_path, settings, dtype):
     settings = {"window": 4, "accepted": [0.5, 0.5, 0, 0], **settings}
     config = PtpConfig.create(target=LLAMA, verifier="../target", lora_rank=2, lora_alpha=6.0, **settings)
-    lora, late = lora_of(0, None, 6.0), build_late(8, config.late_width)
-    embedding = build_embedding(config.u_embedding, 8, config.u_features, config.u_hidden)
-    if late is not None:
-        late.outer.weight.data.normal_()
-    save_ptp(tmp_path, config, lora, embedding, {}, "card", dtype, late)
+    lora, layers = lora_of(0, None, 6.0), PtpLayers(config)
+    if layers.late is not None:
+        layers.late.outer.weight.data.normal_()
+    save_ptp(tmp_path, PtpHead(config, lora, layers), {}, "card", dtype)
     head = load_ptp(tmp_path)
     assert head.config == read_config(tmp_path) == config
     assert head.lora.keys() == lora.keys()
     assert all(torch.equal(value, lora[name].to(dtype).float()) for name, value in head.lora.items())
     u = torch.rand(9)
-    assert torch.equal(head.embedding(u), embedding.to(dtype).float()(u))
-    assert not any(value.requires_grad for value in head.embedding.parameters())
-    if late is not None:
+    rounded = layers.to(dtype).float()
+    assert torch.equal(head.layers(u), rounded(u))
+    assert not any(value.requires_grad for value in head.layers.parameters())
+    if rounded.late is not None:
         states = torch.randn(2, 2, 4, 8)  # hidden, tokens
-        assert torch.equal(head.late(*states), late.to(dtype).float()(*states))
-        assert not any(value.requires_grad for value in head.late.parameters())
+        assert torch.equal(head.layers.late(*states), rounded.late(*states))
     head = load_ptp(tmp_path, torch.bfloat16)
-    assert {value.dtype for value in [*head.lora.values(), *head.embedding.parameters()]} == {torch.bfloat16}
+    assert {value.dtype for value in [*head.lora.values(), *head.layers.parameters()]} == {torch.bfloat16}
 
 
 def test_peft_reads_the_adapters(tmp_path):

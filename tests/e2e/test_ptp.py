@@ -17,9 +17,9 @@ from tests.support.engine import Call, Engine, Reply, ask, build, run
 from tests.support.models import make_ptp_head, make_target
 from vllm_mtpc.checkpoint import read_config
 from vllm_mtpc.checkpoint.ptp_head import load_student
+from vllm_mtpc.heads.ptp.row_groups import plan_groups
 from vllm_mtpc.hf import load_target
 from vllm_mtpc.kernels.uniform import uniform
-from vllm_mtpc.plan.row_groups import merged_groups
 
 VOCAB, WINDOW, LONGEST, SEED = 48, 7, 96, 11
 PROMPTS = [[3, 9, 4], [7, 7, 1, 12, 5, 2, 30, 41], [8], [20, 21, 22, 23, 24]]
@@ -60,7 +60,7 @@ def engine(
 ) -> Engine:
     arguments = dict(SMALL)
     if spec.pop("few_blocks", False):  # for one and a half of the longest requests
-        reserved = merged_groups(read_config(folder / head), 3, SMALL["max_num_seqs"], 16)
+        reserved = plan_groups(read_config(folder / head), [3] * SMALL["max_num_seqs"], False, 16)
         arguments["num_gpu_blocks_override"] = reserved.num_blocks(SMALL["block_size"]) + 5
     return build(folder, head, calls, injected, {"method": "ptp", "draft_pass": "merged", **spec}, **arguments)
 

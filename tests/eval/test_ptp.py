@@ -7,7 +7,7 @@ import torch
 
 from tests.support.tiny import llama_target
 from tests.support.tiny_ptp import VARIANTS, oracle, random_student
-from vllm_mtpc.eval import ptp_acceptance as ptp
+from vllm_mtpc.eval import ptp_evaluator as ptp
 from vllm_mtpc.eval.metrics import exact_counts
 from vllm_mtpc.eval.text import Samples, Sampling, generate
 from vllm_mtpc.heads.ptp.distribution import conditional
@@ -44,10 +44,9 @@ def test_batched_windows_equal_single_windows(variant, sampling, monkeypatch):
     """Batched, in chunks of a few windows, against one window at a time."""
     target = llama_target()
     student = random_student(target, variant)
-    student.late = None  # only the drafts of its rows; another test covers the network
+    student.layers.late = None  # only the drafts of its rows; another test covers the network
     samples = written(target, sampling)
     monkeypatch.setattr(ptp, "CHUNK_ELEMENTS", 2000)
-    monkeypatch.setattr(ptp, "PREFIX_ELEMENTS", 10000)
     windows = ptp.collect(student, samples, sampling, num_drafts=3, seed=7)
     assert (windows.shuffled is windows.right) == (sampling.greedy or variant == "independent")  # drafted once
     u = ptp.u_of_text(student, samples, sampling, seed=7)

@@ -15,7 +15,6 @@ from vllm_mtpc.heads.ptp.distribution import (
     edges,
     log_likelihood,
     processed,
-    reads_u,
     u_inside,
 )
 from vllm_mtpc.kernels.pick import pick
@@ -159,4 +158,4 @@ def test_drafts_follow_the_variant_of_the_config() -> None:
     for variant, drafts in expected.items():
         config = head(variant=variant, distribution_trust=0.8 if variant == "late" else None)
         assert torch.equal(draft_tokens(config, logits, u), drafts)
-        assert reads_u(config) == (variant in ("c-ptp", "late"))
+        assert config.picks == (variant in ("c-ptp", "late"))

@@ -8,7 +8,7 @@ import struct
 import pytest
 import torch
 
-from vllm_mtpc.heads.ptp.embedding import EMBEDDINGS, build_embedding, default_options
+from vllm_mtpc.heads.ptp.embedding import EMBEDDINGS, AuxEmbedding, default_options
 
 torch.set_num_threads(1)
 # 0, the largest u, powers of two (where bits and thresholds change) and their neighbours, and some in between.
@@ -36,7 +36,7 @@ def points() -> torch.Tensor:
 def features(name: str, count: int | None) -> torch.Tensor:
     """What the linear layer of an embedding reads: its weight the unit matrix, its bias zero."""
     width = {"ieee": 32, "scalar": 1}.get(name, count)
-    embedding = build_embedding(name, width, count, None)
+    embedding = AuxEmbedding(name, width, count, None)
     torch.nn.init.eye_(embedding.outer.weight)
     torch.nn.init.zeros_(embedding.outer.bias)
     return embedding(points())
@@ -53,7 +53,7 @@ def test_features_are_those_of_the_definition(name: str, count: int) -> None:
 
 @pytest.mark.parametrize("name", ["scalar-mlp", "threshold-mlp", "arithmetic-mlp"])
 def test_a_small_network_is_linear_gelu_linear(name: str) -> None:
-    embedding = build_embedding(name, SIZE, default_options(name, SIZE).get("u_features"), 3)
+    embedding = AuxEmbedding(name, SIZE, default_options(name, SIZE).get("u_features"), 3)
     plain = name.removesuffix("-mlp")
     values = torch.tensor([DEFINITIONS[plain](u, 32) for u in points().tolist()])
     hidden = torch.nn.functional.gelu(embedding.inner(values))
@@ -71,7 +71,7 @@ def test_u_is_not_rounded_to_the_dtype_of_the_weights(name: str, dtype: torch.dt
     torch.manual_seed(0)
     options = default_options(name, SIZE)
     sizes = name, SIZE, options.get("u_features"), options.get("u_hidden")
-    half, exact = build_embedding(*sizes).to(dtype), build_embedding(*sizes)
+    half, exact = AuxEmbedding(*sizes).to(dtype), AuxEmbedding(*sizes)
     exact.load_state_dict({key: value.float() for key, value in half.state_dict().items()})
     u = torch.rand(512)
     with torch.autocast("cpu", torch.bfloat16):  # as in training with precision bf16

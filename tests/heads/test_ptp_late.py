@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_mtpc.heads.ptp.late import LateNetwork, build_late
+from vllm_mtpc.heads.ptp.late import LateNetwork
 
 SIZE, WIDTH, VOCAB = 6, 5, 9
 
@@ -49,8 +49,7 @@ def test_late_network_equals_its_formula() -> None:
 def test_untrained_late_network_changes_nothing() -> None:
     """But for the division by the size and back: one rounding each."""
     hidden, tokens = numbers(2, 3, SIZE, seed=3), numbers(2, 3, SIZE, seed=4)
-    assert torch.allclose(build_late(SIZE, WIDTH)(hidden, tokens), hidden, rtol=3e-7, atol=0)
-    assert build_late(SIZE, 0) is None
+    assert torch.allclose(LateNetwork(SIZE, WIDTH)(hidden, tokens), hidden, rtol=3e-7, atol=0)
 
 
 def test_late_drafts_are_conditioned_on_the_drafts_before() -> None:

@@ -12,6 +12,7 @@ from vllm_mtpc.checkpoint.ptp_head import load_student, save_ptp
 from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads.adapters import MODULES
+from vllm_mtpc.heads.ptp.layers import PtpHead
 from vllm_mtpc.heads.ptp.student import Student
 from vllm_mtpc.hf import Target, load_target
 
@@ -55,7 +56,7 @@ def reference(folder: Path, student: Student, row: int, start: int, u: torch.Ten
         states = []
         for j in range(len(u)):
             out = model.base_model.model.model(
-                inputs_embeds=student.embedding(u[j])[None, None].to(model.dtype),
+                inputs_embeds=student.layers(u[j])[None, None].to(model.dtype),
                 position_ids=torch.tensor([[first + j]]),
                 past_key_values=cache,
                 use_cache=True,
@@ -95,9 +96,9 @@ def test_a_new_student_starts_as_the_target(target: Target) -> None:
     config = PtpConfig.create(variant="c-ptp", window=N, target=target.config, verifier="t")
     student = Student(target, config)
     table = target.backbone.get_input_embeddings().weight
-    assert 0.5 < student.embedding(torch.arange(256) / 256).std() / table.std() < 2
+    assert 0.5 < student.layers(torch.arange(256) / 256).std() / table.std() < 2
     prefix = student.prefix(TOKENS)
-    student.embedding.forward = lambda u: table[TOKENS[:2, 5:9]]  # type: ignore[method-assign]
+    student.layers.forward = lambda u: table[TOKENS[:2, 5:9]]  # type: ignore[method-assign]
     states = student.aux(prefix, torch.tensor([0, 1]), torch.tensor([4, 4]), numbers(2))
     torch.testing.assert_close(states, prefix.hidden[:2, 5:9], rtol=1e-4, atol=1e-4)
 
@@ -113,7 +114,8 @@ def test_uninformed_student_ignores_u(target: Target) -> None:
 
 def test_loaded_student_equals_the_saved_one(target: Target, folder: Path, tmp_path: Path, make_target) -> None:
     student = student_of(target, u_embedding="arithmetic-mlp")
-    save_ptp(tmp_path, student.config, student.lora(), student.embedding, {}, "card", torch.float32)
+    head = PtpHead(student.config, student.lora(), student.layers)
+    save_ptp(tmp_path, head, {}, "card", torch.float32)
     loaded = load_student(tmp_path, target)
     prefix, u = student.prefix(TOKENS, DOCUMENTS), numbers(len(ROW))
     assert torch.equal(loaded.aux(prefix, ROW, START, u), student.aux(prefix, ROW, START, u))

@@ -21,8 +21,8 @@ from tests.support.configs import engine_config, ptp_config
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint.metadata import read_figures
 from vllm_mtpc.config.ptp_config import PtpConfig
+from vllm_mtpc.heads.ptp.row_groups import plan_groups
 from vllm_mtpc.plan import draft_schedule as schedule
-from vllm_mtpc.plan.row_groups import merged_groups, most_drafts, two_pass_groups
 from vllm_mtpc.proposers.options import ptp_options as config_ptp
 
 SCHEDULE_KEY = schedule.SCHEDULE_KEY
@@ -87,12 +87,12 @@ def test_figures_are_read_unless_damaged(tmp_path: Path, text: str | None) -> No
 @PASSES
 def test_ptp_rows_follow_the_schedule(variant: str, draft_pass: str) -> None:
     spec = ptp_config(variant, draft_pass, [[1, 2, 7], [3, 4, 0], [5, 8, 2]])
-    plan, full = spec.row_groups(8), spec._groups_of(7, 8)
-    assert plan.bucket(2).rows == full.bucket(2).rows > plan.bucket(8).rows > 0
-    assert plan.bucket(3) is None and plan.bucket(4) is None  # and not the bucket of the batch above
-    assert most_drafts(plan.bucket(8), variant, plan.leading) == 2
-    if draft_pass == "merged":  # a step may verify what a smaller batch drafted
-        assert {len(bucket.sizes) for bucket in plan.buckets} == {8}
+    plan, full = spec.row_groups(8), plan_groups(spec.head, [7] * 8, draft_pass == "two-pass", spec.max_aux_rows)
+    rows = list(map(sum, plan.sizes))
+    assert rows[1] == sum(full.sizes[1]) > rows[7] > 0
+    assert rows[2:4] == [0, 0]  # and not those of the batch above
+    assert max(plan.sizes[7]) + plan.leading - spec.head.first_row == 2
+    assert {len(sizes) for sizes in plan.sizes} == {8}  # a step may verify what a smaller batch drafted
     assert plan.max_rows <= full.max_rows and plan.max_groups <= full.max_groups
 
 
@@ -103,10 +103,9 @@ def test_the_default_of_ptp_loses_nothing(variant: str, draft_pass: str, monkeyp
     full = spec.row_groups(300)
     spec.num_speculative_tokens_per_batch_size = spec.default_schedule()
     ours = spec.row_groups(300)
-    for batch in range(1, 301):
-        one, other = full.bucket(batch), ours.bucket(batch)
-        assert (one is None) == (other is None), batch
-        assert one is None or one.sizes[0] == other.sizes[0]
+    for batch, (one, other) in enumerate(zip(full.sizes, ours.sizes, strict=True), start=1):
+        assert any(one) == any(other), batch
+        assert one[0] == other[0]
     every = spec.num_speculative_tokens_per_batch_size
     assert every[-1][2] == 0
     spec.num_speculative_tokens_per_batch_size = None
@@ -150,16 +149,14 @@ def head(variant: str) -> PtpConfig:
     merged=st.booleans(),
 )
 def test_plan_keeps_to_max_aux_rows(variant: str, drafts: int, seqs: int, rows: int, merged: bool) -> None:
-    plan = (merged_groups if merged else two_pass_groups)(head(variant), drafts, seqs, rows)
-    for num_reqs in range(1, seqs + 1):
-        bucket = plan.bucket(num_reqs)
-        if bucket is None:
-            assert all(bucket.max_batch < num_reqs for bucket in plan.buckets)
+    plan = plan_groups(head(variant), [drafts] * seqs, not merged, rows)
+    for num_reqs, sizes in enumerate(plan.sizes, start=1):
+        if not any(sizes):
+            assert not any(map(any, plan.sizes[num_reqs:]))
             continue
-        # a batch below its bucket's size never has more rows than the bucket's largest one
-        assert num_reqs * (bucket.rows + plan.leading) <= max(rows, 2)
-        assert num_reqs * len(bucket.groups) <= plan.max_groups
-        assert num_reqs * (bucket.rows + plan.leading) <= plan.max_rows
-        assert max(bucket.sizes) + plan.leading <= plan.max_group_rows
-        if merged:
-            assert len(bucket.sizes) == drafts + 1
+        # a batch never has more rows than the one of the next power of two
+        assert num_reqs * (sum(sizes) + plan.leading) <= max(rows, 2)
+        assert num_reqs * sum(map(bool, sizes)) <= plan.max_groups
+        assert num_reqs * (sum(sizes) + plan.leading) <= plan.max_rows
+        assert max(sizes) + plan.leading <= plan.max_group_rows
+        assert len(sizes) == drafts + 1

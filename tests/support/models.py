@@ -17,8 +17,7 @@ from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.heads.adapters import MODULES, Adapters
 from vllm_mtpc.heads.head import build_head
-from vllm_mtpc.heads.ptp.embedding import build_embedding
-from vllm_mtpc.heads.ptp.late import build_late
+from vllm_mtpc.heads.ptp.layers import PtpHead, PtpLayers
 from vllm_mtpc.heads.trunk.lora import LoraDraftLayers
 from vllm_mtpc.hf import load_target
 
@@ -151,9 +150,8 @@ def make_ptp_head(
     given = {"variant": variant, "window": window, "lora_rank": rank, **options}
     config = PtpConfig.create(**given, target=target.config, verifier="../target")
     torch.manual_seed(5)
-    embedding = build_embedding(config.u_embedding, config.hidden_size, config.u_features, config.u_hidden)
-    late = build_late(config.hidden_size, config.late_width)
-    if late is not None:  # not as it starts: large enough to turn most drafts into others
-        late.outer.weight.data.normal_()
-    lora = random_lora(target, rank, 1.0, scale)
-    save_ptp(folder, config, lora, embedding, {"command": "tests"}, "made by a test", torch.float32, late)
+    layers = PtpLayers(config)
+    if layers.late is not None:  # not as it starts: large enough to turn most drafts into others
+        layers.late.outer.weight.data.normal_()
+    head = PtpHead(config, random_lora(target, rank, 1.0, scale), layers)
+    save_ptp(folder, head, {"command": "tests"}, "made by a test", torch.float32)

@@ -6,7 +6,7 @@ import torch
 
 from tests.support.tiny import Decoded, llama_target
 from vllm_mtpc.config.ptp_config import PtpConfig
-from vllm_mtpc.eval.ptp_acceptance import draft, draft_rows, request_u
+from vllm_mtpc.eval.ptp_evaluator import request_u
 from vllm_mtpc.eval.text import Sampling
 from vllm_mtpc.heads.ptp.student import Prefix, Student
 from vllm_mtpc.hf import Target
@@ -66,16 +66,15 @@ def continue_prompt(
 ) -> Decoded:
     """Write the text of a seed token by token, then draft along it as a two-pass server does."""
     target, text, drafts = student.target, prompt.tolist(), drafts or student.config.num_speculative_tokens
-    u = request_u(sampling, [seed], 0, len(text) + new_tokens + drafts + 1, target.device)
+    u = request_u(sampling, [seed], len(text) + new_tokens + drafts + 1, target.device)
     for k in range(len(text), u.shape[1]):  # u_k is a hash of (seed, k - 1)
         log_q = sampling.log_probs(target.logits(target.hidden(torch.tensor([text]))[:, -1]))
         text.append(int(log_q.argmax(-1) if sampling.greedy else pick(log_q, u[:, k])))
     tokens, at, accepted = torch.tensor(text), len(prompt), []  # x_1 of the first step
     while at + 1 - len(prompt) < new_tokens:
-        rows, sure = draft_rows(student, drafts - 1), tokens[at + 1 : at + 2]  # x_2 is the target's own
         first, prefix = torch.zeros(1, dtype=torch.long), student.prefix(tokens[None, : at + 1])
-        hidden = student.aux(prefix, first, first + at, u[:, at + 1 : at + 1 + rows.stop])[:, rows]
-        found = draft(student, hidden, u[:, at + 2 : at + 1 + drafts], sampling.greedy, sure)[0]
+        place, sure = (prefix, first, first + at), tokens[at + 1 : at + 2]  # x_2 is the target's own
+        found = student.draft(*place, u[:, at + 1 : at + 1 + drafts], sure, sampling.greedy)[0]
         accepted.append(1 + int((found == tokens[at + 2 : at + 1 + drafts]).long().cumprod(0).sum()))
         at += 1 + accepted[-1]
     return Decoded(text[len(prompt) :][:new_tokens], accepted)

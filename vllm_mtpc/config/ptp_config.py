@@ -81,6 +81,11 @@ class PtpConfig(AnyHeadConfig):
         return self.variant != "independent"
 
     @property
+    def picks(self) -> bool:
+        """Whether u picks a draft from its row's distribution at a temperature above 0, and not its argmax."""
+        return self.variant in ("c-ptp", "late")
+
+    @property
     def first_row(self) -> int:
         """The row of a window that gives its first draft: row 0 of other variants than c-ptp gives x_1."""
         return 0 if self.variant == "c-ptp" else 1

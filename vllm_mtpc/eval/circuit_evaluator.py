@@ -13,10 +13,9 @@ from torch import Tensor
 
 from vllm_mtpc.checkpoint.load import load_head, read_adapters
 from vllm_mtpc.config.mtpc_config import HeadConfig
-from vllm_mtpc.engine.served import Served
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.acceptance import Contexts, Metrics, collect, summarise
-from vllm_mtpc.eval.evaluator import Diagnosis, Evaluator, Requests
+from vllm_mtpc.eval.evaluator import Evaluator, Requests
 from vllm_mtpc.eval.metrics import exact_counts, shown_shares, shown_tokens, step_starts
 from vllm_mtpc.eval.text import Samples, Sampling
 from vllm_mtpc.heads.head import Head
@@ -85,12 +84,11 @@ class MtpcEvaluator(Evaluator):
             "texts, contexts": f"{expected.sequences}, {expected.contexts:,}",
         }
 
-    def compare(self, requests: Requests, served: Served) -> Diagnosis:
-        sampling = self.sampling(served.temperature, requests.top_p, requests.top_k)
-        samples = self._read(self.continue_served(requests, served, lambda *_: sampling))
-        contexts = collect(self.head, self.target, samples, sampling, requests.num_drafts)
-        chain, predicted = self.check_chain(samples, sampling), summarise(contexts, overlap=False)
-        return Diagnosis(served, predicted, noise_given_text(contexts), chain)
+    def predict(
+        self, samples: Samples, sampling: Sampling, requests: Requests, u: Tensor | None
+    ) -> tuple[Metrics, float]:
+        contexts = collect(self.head, self.target, self._read(samples), sampling, requests.num_drafts)
+        return summarise(contexts, overlap=False), noise_given_text(contexts)
 
     @torch.inference_mode()
     def _read(self, samples: Samples) -> Samples:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -141,24 +141,39 @@ class Evaluator(Protocol):
         """Return warnings about the head that follow from the results, a line each."""
         return []
 
+    def request_u(self, requests: Requests, sampling: Sampling, count: int) -> Tensor | None:
+        """Return u [B, count] that picks the tokens of each request; None where the family does not pick by u."""
+        return None
+
+    def predict(
+        self, samples: Samples, sampling: Sampling, requests: Requests, u: Tensor | None
+    ) -> tuple[StepMetrics, float]:
+        """Return the expected counters along served text, and the standard error of the served tokens/step given it."""
+
     def compare(self, requests: Requests, served: Served) -> Diagnosis:
         """Compute the counters that are expected along the served text."""
+        sampling = self.sampling(served.temperature, requests.top_p, requests.top_k)
+        pairs = zip(requests.prompts, served.outputs, strict=True)
+        texts = [torch.tensor([*prompt, *output]) for prompt, output in pairs]
+        u = self.request_u(requests, sampling, max(map(len, texts)) + requests.num_drafts + 1)
+        samples = self.continue_served(texts, requests, sampling, u)
+        predicted, noise = self.predict(samples, sampling, requests, u)
+        return Diagnosis(served, predicted, noise, self.check_chain(samples, sampling, u))
 
-    def continue_served(
-        self, requests: Requests, served: Served, sampling_of: Callable[[int, list[int]], Any]
-    ) -> Samples:
+    def continue_served(self, texts: list[Tensor], requests: Requests, sampling: Sampling, u: Tensor | None) -> Samples:
         """Return the served texts as samples of the target.
 
         vLLM counts the drafts of a text's last step also past its end, where their tokens are dropped: the target
-        continues the text for that step, with the sampling ``sampling_of`` (number of the first text, lengths).
+        continues the text for that step.
         """
-        pairs = zip(requests.prompts, served.outputs, strict=True)
-        texts, more = [torch.tensor([*pair[0], *pair[1]]) for pair in pairs], {"overhang": requests.num_drafts}
         generator, pieces = torch.Generator(self.target.device).manual_seed(0), []
+        more: dict[str, Any] = {"overhang": requests.num_drafts, "stops": set()}
         for start in range(0, len(texts), BATCH):
             part = texts[start : start + BATCH]
-            sampling = sampling_of(start, [len(row) for row in part])
-            pieces.append(generate(self.target, part, 0, sampling, generator, **more, stops=set()))
+            how: Any = sampling
+            if u is not None:
+                how = CoupledSampling(sampling, u[start : start + BATCH], torch.tensor([len(text) for text in part]))
+            pieces.append(generate(self.target, part, 0, how, generator, **more))
         return replace(join(pieces), prompt_lengths=torch.tensor([len(prompt) for prompt in requests.prompts]))
 
     @torch.inference_mode()
@@ -183,6 +198,18 @@ class Evaluator(Protocol):
             excess += (-chosen - mean[:, 0]).clamp(max=30.0).sum().item()  # a token of no probability is 30 nats
             variance += (p * (nats - mean) ** 2).sum().item()
         return Chain(count, differing, excess / math.sqrt(variance) if variance else 0.0)
+
+
+class CoupledSampling:
+    """A ``Sampling`` that picks tokens by u[B, L], starting at the columns at[B]."""
+
+    def __init__(self, sampling: Sampling, u: Tensor, at: Tensor) -> None:
+        self.sampling, self.log_probs, self.u, self.at = sampling, sampling.log_probs, u, at.to(u.device)
+
+    def pick(self, log_probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        u = self.u.gather(1, self.at[:, None])[:, 0]
+        self.at = self.at + 1
+        return log_probs.argmax(-1) if self.sampling.greedy else pick(log_probs, u)
 
 
 def resolve(name: str) -> tuple[Path, AnyHeadConfig]:

@@ -1,1 +1,1 @@
-"""Arithmetic of drafting, without vLLM: drafts by batch size, and the groups of rows of PTP heads."""
+"""Arithmetic of drafting, without vLLM: drafts by batch size and the online plan."""

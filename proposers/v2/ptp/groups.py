@@ -19,7 +19,6 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from vllm_mtpc.errors import ServeConfigError
-from vllm_mtpc.plan.row_groups import Bucket
 from vllm_mtpc.proposers.v2.lora import Gate, Replace, copy_adapted
 
 
@@ -65,14 +64,16 @@ class Layout(NamedTuple):
     index_of: Tensor  # [K + 1], group that follows d accepted drafts; -1: none
 
     @classmethod
-    def create(cls, bucket: Bucket, device: torch.device) -> Layout:
-        groups = torch.tensor(bucket.groups)
-        sizes, index_of = torch.tensor(bucket.sizes)[groups], torch.full((len(bucket.sizes),), -1)
+    def create(cls, by_accepted: tuple[int, ...], device: torch.device) -> Layout:
+        """Place groups of by_accepted[d] rows for d accepted drafts."""
+        whole = torch.tensor(by_accepted)
+        groups, index_of = whole.nonzero()[:, 0], torch.full_like(whole, -1)
+        sizes, rows = whole[groups], sum(by_accepted)
         index_of[groups] = torch.arange(len(groups))
         group = torch.arange(len(groups)).repeat_interleave(sizes)
-        offset = torch.arange(bucket.rows) - (sizes.cumsum(0) - sizes)[group]
+        offset = torch.arange(rows) - (sizes.cumsum(0) - sizes)[group]
         placed = (part.to(device) for part in (groups, sizes, sizes, group, offset, index_of))
-        return cls(bucket.rows, int(sizes.max()), *placed)._replace(sizes_cpu=sizes)
+        return cls(rows, int(sizes.max()), *placed)._replace(sizes_cpu=sizes)
 
     def find_group(self, accepted: Tensor) -> tuple[Tensor, Tensor]:
         """Return first row [R] and number of rows [R] of the group that follows accepted [R] drafts; 0 rows if none."""

@@ -8,7 +8,7 @@ for each number d of drafts that may be accepted:
 
 If a drafts are accepted, the states of group a give the next drafts: o-ptp takes the argmax of each row but the first
 (which carries the u of the token that verification picks), c-ptp picks with the u of each row's successor. The other
-groups are dropped; `vllm_mtpc/plan/row_groups.py` gives rows to the groups where drafts are likely to end.
+groups are dropped; `vllm_mtpc/heads/ptp/row_groups.py` gives rows to the groups where drafts are likely to end.
 
 The student's forward pass replaces the target's except for batches that are too large to draft for; `propose` only
 reads its states.
@@ -45,7 +45,7 @@ class MergedSpeculator(PtpSpeculator):
         sequences = self.max_num_reqs + self.plan.max_groups
         self.sequence_ends = torch.zeros(sequences, dtype=torch.int32, device=device)
         self.starts = torch.zeros(sequences + 1, dtype=torch.int32, device=device)
-        self.layouts = {bucket: Layout.create(bucket, device) for bucket in self.plan.buckets if bucket.rows}
+        self.layouts = {sizes: Layout.create(sizes, device) for sizes in set(self.plan.sizes) if any(sizes)}
         self.step_batch: InputBatch | None = None
 
     def max_pass_rows(self) -> int:
@@ -85,12 +85,12 @@ class MergedSpeculator(PtpSpeculator):
     def forward(self, input_ids: Tensor | None, positions: Tensor, **kwargs: Any) -> Tensor:
         """Run the target's forward pass with the groups; returns states [num_tokens_after_padding, D] of its rows."""
         step, self.step_batch, self.merged_output = self.step_batch, None, None
-        bucket = self.plan.bucket(step.num_reqs) if step is not None and self.next_drafts else None
-        if step is None or bucket is None:
+        layout = self.layouts.get(self.plan.sizes[step.num_reqs - 1]) if step is not None and self.next_drafts else None
+        if step is None or layout is None:
             return self.target_forward(input_ids, positions, **kwargs)
         embeds = kwargs.get("inputs_embeds")
         embeds = self.target.embed_input_ids(input_ids) if embeds is None else embeds
-        hidden = self._run_merged_pass(step, embeds, positions, self.layouts[bucket])
+        hidden = self._run_merged_pass(step, embeds, positions, layout)
         padding = positions.shape[-1] - step.num_tokens
         real = hidden[: step.num_tokens]
         return torch.cat([real, real.new_zeros(padding, real.shape[1])]) if padding else real
@@ -103,29 +103,17 @@ class MergedSpeculator(PtpSpeculator):
         position = step.positions[first]  # [R]
         drafted = (step.cu_num_logits[1 : num_reqs + 1] - step.cu_num_logits[:num_reqs] - 1).long()  # [R], drafts
         prefix = position[:, None] + 1 + torch.minimum(layout.accepted, drafted[:, None])  # [R, G]
-        row_prefix = prefix[:, layout.group]  # [R, B]
-        at = row_prefix + layout.offset  # [R, B], index of the token whose u a row carries
-        keys = at - 1
+        total, groups = num_real + num_reqs * layout.rows, len(layout.sizes_cpu)  # groups of a request
 
-        total = num_real + num_reqs * layout.rows
         self.embeds[:num_real] = embeds[:num_real]
-        self.embeds[num_real:total] = self._embed_u(keys, slots).flatten(0, 1)
         self.row_positions[:num_real] = positions[:num_real]
-        self.row_positions[num_real:total] = (keys if self.lead else at).flatten().clamp(max=self.max_model_len - 1)
-        self.gate.choose(num_real, 1, total - num_real)
-
-        groups = len(layout.sizes_cpu)  # of a request
-        num_groups = num_reqs * groups
-        tables, writes = self.block_tables.input_block_tables[0][:num_reqs], self.writes
-        group_tables, writes.source, writes.target = self.group_blocks.fill_tables(
-            prefix.flatten(), tables.repeat_interleave(groups, dim=0)
-        )
-        group = (self.group_index[:num_reqs, None] * groups + layout.group).flatten()
         self.row_slots[0, :num_real] = self.block_tables.slot_mappings[0, :num_real]
-        self.row_slots[0, num_real:total] = self.group_blocks.slots(group, row_prefix.flatten(), at.flatten())
-        writes.num_real, writes.real_slots = num_real, self.row_slots[0, :num_real]
+        self.writes.num_real, self.writes.real_slots = num_real, self.row_slots[0, :num_real]
+        self.gate.choose(num_real, 1, total - num_real)
+        group_tables = self._fill_groups(num_real, prefix, slots, layout.group, layout.offset)
 
         # sequences: those of the target, then the groups of each request
+        tables, num_groups = self.block_tables.input_block_tables[0][:num_reqs], num_reqs * groups
         sequences = num_reqs + num_groups
         self.sequence_tables[:num_reqs, : tables.shape[1]] = tables
         self.sequence_tables[num_reqs:sequences] = group_tables
@@ -165,13 +153,11 @@ class MergedSpeculator(PtpSpeculator):
         slots = input_batch.idx_mapping[:num_reqs]
         accepted = (num_sampled[:num_reqs].long() - 1).clamp(min=0)  # [R]
         start, size = layout.find_group(accepted)  # [R]
-        row = self.draft_index + self.lead  # [K], within the group
+        draft = self.index[: self.num_speculative_steps]
+        row = draft + self.lead  # [K], within the group
         is_real = row < size[:, None]  # [R, K]
-        index = self.row_index[:num_reqs, None] * layout.rows + (start[:, None] + row).clamp(max=layout.rows - 1)
+        index = self.index[:num_reqs, None] * layout.rows + (start[:, None] + row).clamp(max=layout.rows - 1)
         hidden = output.hidden[index]  # [R, K, D]
-        keys = (output.position + 1 + accepted)[:, None] + self.draft_index
-        if self.late is None:
-            tokens = self._sample_parallel(self._compute_logits(hidden), keys, slots)
-        else:
-            tokens = self._sample_sequential(hidden, self.first_tokens[:num_reqs], keys, slots)
+        keys = (output.position + 1 + accepted)[:, None] + draft
+        tokens = self._draft_rows(hidden, self.first_tokens[:num_reqs], keys, slots)
         drafts.copy_(torch.where(is_real, tokens, 0))

@@ -34,7 +34,6 @@ from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_mtpc.checkpoint.ptp_head import load_ptp
-from vllm_mtpc.heads.ptp.distribution import reads_u
 from vllm_mtpc.heads.ptp.student import UNUSED_U
 from vllm_mtpc.kernels.pick import select_tokens
 from vllm_mtpc.proposers.options.switches import logger
@@ -66,13 +65,11 @@ class PtpSpeculator(HeadSpeculator):
         self.row_positions = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.row_slots = torch.full((1, num_rows), PAD_SLOT_ID, dtype=torch.int64, device=device)
         self.group_ends = torch.zeros(groups, dtype=torch.int32, device=device)
-        self.row_index = torch.arange(num_rows, device=device)
-        self.group_index = torch.arange(groups, device=device)
-        self.draft_index = torch.arange(self.num_speculative_steps, device=device)
+        self.index = torch.arange(max(num_rows, self.max_num_reqs, self.num_speculative_steps), device=device)
         # x_1 and its position among the drafts, in the dtype that vLLM's kernels load them with
         self.input_tokens, self.local_pos = torch.zeros(2, self.max_num_reqs, dtype=torch.int32, device=device)
         starts = torch.arange(groups + 1, dtype=torch.int32, device=device)
-        self.pass_starts = {1 + one.sizes[0]: starts * (1 + one.sizes[0]) for one in self.plan.buckets if one.rows}
+        self.pass_starts = {1 + sizes[0]: starts * (1 + sizes[0]) for sizes in set(self.plan.sizes)}
         self.graphs: DraftGraphs  # set by `init_cudagraph_manager`
         self.late_graphs: DraftGraphs | None = None
         self.sampler: Any = None  # vLLM's, set before the first step
@@ -84,12 +81,11 @@ class PtpSpeculator(HeadSpeculator):
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         head = load_ptp(self.speculative_config.model_folder, self.dtype, self.device)
         self.target = target_model
-        self.embedding, self.late = head.embedding, head.late
+        self.layers, self.late = head.layers, head.layers.late
         self.set_sampler(CoupledRejectionSampler, target_model, "sampler")
         scale = self.head.lora_alpha / self.head.lora_rank
         student = build_student(target_model, head.lora, scale, self.gate, self.writes)
-        parts = [part for module in (self.embedding, self.late) if module is not None for part in module.parameters()]
-        student.kept = kept(parts)
+        student.kept = kept(self.layers.parameters())
         # outputs of captured passes: the logits of x_1's row, and the states that the late network reads
         captured = self.vllm_config.compilation_config.max_cudagraph_capture_size or 0
         logits = target_model.compute_logits(self.embeds[:1])
@@ -106,9 +102,7 @@ class PtpSpeculator(HeadSpeculator):
 
         def activate() -> None:
             copy_adapters()
-            copy_tensors(self.embedding, head.embedding)
-            if self.late is not None:
-                copy_tensors(self.late, head.late)
+            copy_tensors(self.layers, head.layers)
 
         return activate
 
@@ -135,8 +129,7 @@ class PtpSpeculator(HeadSpeculator):
             mode = CUDAGraphMode.NONE
         for group in self.aux_groups[0] if mode.decode_mode() == CUDAGraphMode.FULL else ():
             group.get_metadata_builder(0).aot_schedule = False  # FlashAttention 3: a graph reads no schedule of a step
-        buckets = [self.plan.bucket(batch) for batch in range(1, self.max_num_reqs + 1)]
-        aux_rows = [0, *(bucket.sizes[0] if bucket else 0 for bucket in buckets)]
+        aux_rows = [0, *(sizes[0] for sizes in self.plan.sizes)]
 
         def fits(num_reqs: int, num_aux: int) -> bool:
             return num_reqs <= len(self.group_ends) and num_reqs * (1 + num_aux) <= len(self.embeds)
@@ -180,11 +173,10 @@ class PtpSpeculator(HeadSpeculator):
     def _generate_draft(self, input_batch: InputBatch, num_sampled: Tensor, drafts: Tensor) -> None:
         """Fill drafts [R, K], part of `draft_tokens`; zeros where there are no rows."""
         num_reqs = input_batch.num_reqs
-        bucket = self.plan.bucket(num_reqs)
-        num_aux = bucket.sizes[0] if bucket else 0
+        num_aux = self.plan.sizes[num_reqs - 1][0]
         if (count := self._count_drafts(num_aux)) < self.num_speculative_steps:
             drafts[:, count:] = 0
-        if not bucket:
+        if not num_aux:
             return
         graph = self.graphs.find(num_reqs, num_aux)
         if graph is None:
@@ -205,31 +197,38 @@ class PtpSpeculator(HeadSpeculator):
         return min(self.num_speculative_steps, num_aux + 1 - self.lead) if num_aux else 0
 
     def _fill_pass(self, num_reqs: int, num_aux: int) -> None:
-        """Fill the buffers of the pass [x_1 | u_2 ..] over R requests from those of `gather_inputs`.
-
-        A padding request (slot -1) attends to its own rows and writes to no slot.
-        """
+        """Fill the buffers of the pass [x_1 | u_2 ..] over R requests from those of `gather_inputs`."""
         width = 1 + num_aux
-        num_rows, slots = num_reqs * width, self.idx_mapping[:num_reqs]
-        is_real = slots[:, None] >= 0
-        prefix = torch.where(is_real, self.first_pos[:num_reqs, None], 0)  # [R, 1]
-        at = prefix + self.row_index[:width]  # [R, 1 + A], index of each row in its text
-        keys = at[:, :num_aux]  # an auxiliary row carries the u of the token at its index
-        embeds = self.embeds[:num_rows].view(num_reqs, width, -1)
-        self.input_tokens[:num_reqs] = self.first_tokens[:num_reqs]
-        embeds[:, 0] = self.target.embed_input_ids(self.input_tokens[:num_reqs])
-        embeds[:, 1:] = self._embed_u(keys, slots)
-        positions = self.row_positions[:num_rows].view(num_reqs, width)
-        positions[:, 0] = prefix[:, 0]
-        positions[:, 1:] = keys if self.lead else at[:, 1:]
-        positions.clamp_(max=self.max_model_len - 1)
+        slots, tokens = self.idx_mapping[:num_reqs], self.input_tokens[:num_reqs]
+        prefix = torch.where(slots >= 0, self.first_pos[:num_reqs], 0)
+        offset = self.index[:width]
+        self._fill_groups(0, prefix[:, None], slots, torch.zeros_like(offset), offset)
+        tokens.copy_(self.first_tokens[:num_reqs])
+        leading = slice(0, num_reqs * width, width)
+        self.embeds[leading] = self.target.embed_input_ids(tokens)
+        self.row_positions[leading] = prefix.clamp(max=self.max_model_len - 1)
+        self.group_ends[:num_reqs] = prefix + width
 
-        writes, tables = self.writes, self.block_tables.input_block_tables[0][:num_reqs]
-        _, writes.source, writes.target = self.group_blocks.fill_tables(prefix[:, 0], tables)
-        group = self.group_index[:num_reqs, None].expand(-1, width)
-        own = self.group_blocks.slots(group, prefix, at)
-        self.row_slots[0, :num_rows] = torch.where(is_real, own, PAD_SLOT_ID).flatten()
-        self.group_ends[:num_reqs] = prefix[:, 0] + width
+    def _fill_groups(self, first_row: int, prefix: Tensor, slots: Tensor, group: Tensor, offset: Tensor) -> Tensor:
+        """Fill the rows of a pass from `first_row` on with groups of rows that carry u; return their block tables.
+
+        Args:
+            prefix: [R, G], tokens of its text that each of G groups of R requests reads.
+            slots: [R], request slots. A padding request (-1) writes to no slot.
+            group, offset: [B], group and index in it of each row of a request.
+        """
+        num_reqs, num_groups = prefix.shape
+        rows = slice(first_row, first_row + num_reqs * len(group))
+        row_prefix = prefix[:, group]  # [R, B]
+        at = row_prefix + offset  # index of each row in its text, and of the token whose u it carries
+        self.embeds[rows] = self._embed_u(at - 1, slots).flatten(0, 1)
+        self.row_positions[rows] = (at - self.lead).flatten().clamp(max=self.max_model_len - 1)
+        tables = self.block_tables.input_block_tables[0][:num_reqs].repeat_interleave(num_groups, dim=0)
+        tables, self.writes.source, self.writes.target = self.group_blocks.fill_tables(prefix.flatten(), tables)
+        number = self.index[:num_reqs, None] * num_groups + group
+        own = self.group_blocks.slots(number, row_prefix, at)
+        self.row_slots[0, rows] = torch.where(slots[:, None] >= 0, own, PAD_SLOT_ID).flatten()
+        return tables
 
     def _build_pass_metadata(self, num_aux: int, upper: Tensor) -> None:
         """Set the attention metadata of the filled pass, which has parts of buffers alone, as CUDA graphs need it.
@@ -261,19 +260,20 @@ class PtpSpeculator(HeadSpeculator):
             return hidden, self.target.compute_logits(hidden[:, 0])
         count = self._count_drafts(num_aux)
         rows = torch.cat([hidden[:, :1], hidden[:, 1 + self.lead : self.lead + count]], dim=1)  # [R, count, D]
-        logits = self._compute_logits(rows)  # one product for all
-        keys = self.first_pos[:num_reqs, None] + self.draft_index[:count]
-        self.draft_tokens[:num_reqs, :count] = self._sample_parallel(logits, keys, self.idx_mapping[:num_reqs])
-        return hidden, logits[:, 0]
+        logits = self.target.compute_logits(rows.flatten(0, 1))  # one product for all
+        keys = self.first_pos[:num_reqs, None] + self.index[:count]
+        slots = self.idx_mapping[:num_reqs, None].expand_as(keys).flatten()
+        self.draft_tokens[:num_reqs, :count] = self._select_drafts(logits, keys.flatten(), slots).view_as(keys)
+        return hidden, logits[::count]
 
     def _draft_late(self, hidden: Tensor) -> None:
         """Fill the drafts after the first by the late network, from states [R, 1 + A, D] of the pass."""
         num_reqs, width, _ = hidden.shape
         if self.late is not None and (count := self._count_drafts(width - 1)) > 1:
             rows = hidden[:, 1 + self.lead : self.lead + count]
-            keys = self.first_pos[:num_reqs, None] + self.draft_index[1:count]
+            keys = self.first_pos[:num_reqs, None] + self.index[1:count]
             drafts, slots = self.draft_tokens[:num_reqs], self.idx_mapping[:num_reqs]
-            drafts[:, 1:count] = self._sample_sequential(rows, drafts[:, 0], keys, slots)
+            drafts[:, 1:count] = self._draft_rows(rows, drafts[:, 0], keys, slots)
 
     def _run_model(self, num_rows: int) -> Tensor:
         forward = partial(self.model, input_ids=None, inputs_embeds=self.embeds[:num_rows])
@@ -283,11 +283,11 @@ class PtpSpeculator(HeadSpeculator):
         self.metadata, self.writes.source = None, None
         self.gate.choose(0, 1, self.plan.max_rows)
         hidden = self._run_model(len(self.embeds))
-        counts = {one.max_batch: self._count_drafts(one.sizes[0]) for one in self.plan.buckets if one.rows}
-        drafted = max((batch * (1 if self.late is not None else count) for batch, count in counts.items()), default=0)
+        drafting = [(batch, sizes[0]) for batch, sizes in enumerate(self.plan.sizes, start=1) if any(sizes)]
+        drafted = max((batch * (1 if self.late else self._count_drafts(rows)) for batch, rows in drafting), default=0)
         slots = torch.zeros(drafted, dtype=torch.int64, device=self.device)
         logits = self.target.compute_logits(hidden.new_zeros(drafted, hidden.shape[1]))
-        self._sample_parallel(logits[:, None], slots[:, None], slots)
+        self._select_drafts(logits, slots, slots)
         verified = self.target.compute_logits(hidden[:1])
         for first in (verified, self.first_logits[:1]):  # of verified rows and of x_1; float32 once processed
             for given in (first, torch.empty_like(first, dtype=torch.float32)) if len(first) else ():
@@ -300,12 +300,9 @@ class PtpSpeculator(HeadSpeculator):
 
     def _embed_u(self, keys: Tensor, slots: Tensor) -> Tensor:
         if not self.head.informed:
-            return self.embedding(torch.full_like(keys, UNUSED_U, dtype=torch.float))
+            return self.layers(torch.full_like(keys, UNUSED_U, dtype=torch.float))
         requests = slots.clamp(min=0)[:, None].expand_as(keys).flatten()
-        return self.embedding(u_of(*self._draw_inputs(), requests, keys.flatten()).view_as(keys))
-
-    def _compute_logits(self, hidden: Tensor) -> Tensor:
-        return self.target.compute_logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
+        return self.layers(u_of(*self._draw_inputs(), requests, keys.flatten()).view_as(keys))
 
     def _sample_first_draft(self, logits: Tensor, input_batch: InputBatch) -> Tensor:
         """Return x_2 [R] as verification will pick it unless a grammar forbids it; logits [R, V] of the row of x_1."""
@@ -318,21 +315,23 @@ class PtpSpeculator(HeadSpeculator):
         states = self.sampler.sampling_states
         return select_tokens(processed, slots, prefix, states.seeds.gpu, states.temperature.gpu)
 
-    def _sample_parallel(self, logits: Tensor, keys: Tensor, slots: Tensor) -> Tensor:
-        """Return drafts [R, k] from logits [R, k, V], which include the temperature; keys: position before each."""
-        if not reads_u(self.head):
-            return logits.argmax(dim=-1)
-        trust = self.head.distribution_trust if self.late is not None else None
-        requests = slots.clamp(min=0)[:, None].expand_as(keys).flatten()
-        seeds, temperature = self._draw_inputs()
-        return select_tokens(logits.flatten(0, 1), requests, keys.flatten(), seeds, temperature, trust).view_as(keys)
+    def _select_drafts(self, logits: Tensor, keys: Tensor, slots: Tensor) -> Tensor:
+        """Return drafts [T] from logits [T, V], which include the temperature, in request slots [T].
 
-    def _sample_sequential(self, hidden: Tensor, first: Tensor, keys: Tensor, slots: Tensor) -> Tensor:
-        """Return drafts [R, k] of the late network from states [R, k, D] and the token `first` [R] before them."""
+        keys: [T], the position before each draft.
+        """
+        if not self.head.picks:
+            return logits.argmax(dim=-1)
+        return select_tokens(logits, slots.clamp(min=0), keys, *self._draw_inputs(), self.head.distribution_trust)
+
+    def _draft_rows(self, hidden: Tensor, first: Tensor, keys: Tensor, slots: Tensor) -> Tensor:
+        """Return drafts [R, k] of rows with states [R, k, D] after the tokens `first` [R]; keys [R, k], slots [R]."""
+        compute_logits = self.target.compute_logits
+        if self.late is None:
+            requests = slots[:, None].expand_as(keys).flatten()
+            return self._select_drafts(compute_logits(hidden.flatten(0, 1)), keys.flatten(), requests).view_as(keys)
 
         def choose(state: Tensor, k: int) -> Tensor:
-            logits = self.target.compute_logits(state)
-            return self._sample_parallel(logits[:, None], keys[:, k : k + 1], slots)[:, 0]
+            return self._select_drafts(compute_logits(state), keys[:, k], slots)
 
-        assert self.late is not None  # the callers ask
         return self.late.draft(hidden, first, self.target.embed_input_ids, choose)

@@ -205,7 +205,7 @@ def test_ptp_run_writes_head_with_results(place: Path, capsys: pytest.CaptureFix
     assert f"**{t1['tokens_per_step']:.3f}**" in card and str(place) not in card + json.dumps(record)
     state = load_file(out / "state" / "step-4" / "model.safetensors")
     written = load_file(out / "u_embed.safetensors")["outer.weight"]
-    assert torch.equal(written, state["head.embedding.outer.weight"].half())
+    assert torch.equal(written, state["head.layers.outer.weight"].half())
 
 
 def test_ptp_head_starts_from_another(place: Path, capsys: pytest.CaptureFixture) -> None:
@@ -213,11 +213,11 @@ def test_ptp_head_starts_from_another(place: Path, capsys: pytest.CaptureFixture
     one, two = load_ptp(first), load_ptp(train(place, "two", **FILES, init_from=first, dry_run=True))
     assert one.lora.keys() == two.lora.keys() and any(value.any() for value in one.lora.values())
     assert all(torch.equal(one.lora[name], two.lora[name]) for name in one.lora)
-    assert two.late is None and two.config.accepted is None
+    assert two.layers.late is None and two.config.accepted is None
     more = FILES | {"init_from": first, "variant": "late", "late_width": 6, "evaluation_sequences": 0}
     new, late = (load_ptp(train(place, name, **more, dry_run=name == "new")) for name in ("new", "late"))
-    assert new.late.state.out_features == 6 and not new.late.outer.weight.any()  # of no effect yet
-    assert late.late.outer.weight.any()
+    assert new.layers.late.state.out_features == 6 and not new.layers.late.outer.weight.any()  # of no effect yet
+    assert late.layers.late.outer.weight.any()
     assert all(torch.equal(one.lora[name], new.lora[name]) for name in one.lora)
     for changes, message in (
         ({"init_from": place / "late"}, "has variant=late, this run o-ptp; set variant to late"),

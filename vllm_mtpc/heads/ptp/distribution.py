@@ -95,15 +95,10 @@ def log_likelihood(logits: Tensor, u: Tensor, tokens: Tensor, trust: float, shar
     return (share * mass + (1 - share) * (below[1] - below[0]).float()).clamp(min=EDGE**2).log()
 
 
-def reads_u(config: Any) -> bool:
-    """Return whether drafts of a PtpConfig depend on u beyond the rows that carry it, at a temperature above 0."""
-    return config.variant in ("c-ptp", "late")
-
-
 def draft_tokens(config: Any, logits: Tensor, u: Tensor) -> Tensor:
     """Return the drafts [T] of a PtpConfig from logits [T, V] and u [T], at a temperature above 0 (at 0: argmax)."""
-    if not reads_u(config):  # the row has read its u (o-ptp), or the argmax is the best guess (independent)
+    if not config.picks:  # the row has read its u (o-ptp), or the argmax is the best guess (independent)
         return logits.argmax(-1)
-    if config.variant == "c-ptp":
+    if config.distribution_trust is None:
         return pick(logits.float(), u.contiguous())
     return conditional(logits, u, config.distribution_trust).argmax(-1)

@@ -21,24 +21,30 @@ from vllm_mtpc.errors import HeadConfigError
 
 MAX_FEATURES = 4096
 EMBEDDINGS = ("ieee", "scalar", "scalar-mlp", "threshold", "threshold-mlp", "arithmetic", "arithmetic-mlp")
-# Default number of features; that of _FIXED cannot be set.
-_COUNTS = dict.fromkeys(EMBEDDINGS, 32) | {"scalar": 1, "scalar-mlp": 1}
-_FIXED = ("ieee", "scalar", "scalar-mlp")
+FIXED = {"ieee": 32, "scalar": 1}  # numbers of features that cannot be set
 
 
 class AuxEmbedding(nn.Module):
-    """Fixed features of u in float32, then one linear layer, or two with a GELU between them."""
+    """Fixed features of u in float32, then one linear layer, or two with a GELU between them.
 
-    def __init__(self, name: str, count: int, hidden: int | None, size: int) -> None:
+    Args:
+        name: one of EMBEDDINGS; options as in `check_embedding`.
+        size: D.
+        features: of u; None: a fixed number.
+        hidden: width of the hidden layer; None: one layer.
+    """
+
+    def __init__(self, name: str, size: int, features: int | None, hidden: int | None) -> None:
         super().__init__()
-        self.name, self.count = name, count
-        self.inner = None if hidden is None else nn.Linear(count, hidden)
-        self.outer = nn.Linear(count if hidden is None else hidden, size)
+        self.kind = name.removesuffix("-mlp")
+        self.count = FIXED.get(self.kind) or features
+        self.inner = None if hidden is None else nn.Linear(self.count, hidden)
+        self.outer = nn.Linear(self.count if hidden is None else hidden, size)
 
     def forward(self, u: Tensor) -> Tensor:
         """Return the embeddings, [..., D] in the dtype of the weights, of u [...]."""
         with torch.autocast(u.device.type, enabled=False):
-            values = _FEATURES[self.name](u.float()[..., None], self.count)  # [..., n]
+            values = _FEATURES[self.kind](u.float()[..., None], self.count)  # [..., n]
             if self.inner is not None:
                 values = F.gelu(_linear(values, self.inner))
             return _linear(values, self.outer).to(self.outer.weight.dtype)
@@ -70,7 +76,7 @@ _FEATURES = {  # (u [..., 1] float32, n) -> [..., n]
 
 def check_embedding(name: str, features: int | None, hidden: int | None) -> None:
     """Raise HeadConfigError unless `name` is known and has the options that are set; None: not set."""
-    if name not in _COUNTS:
+    if name not in EMBEDDINGS:
         raise HeadConfigError(f"unknown u_embedding {name!r}; allowed: {', '.join(EMBEDDINGS)}; set it to one of them")
     defaults = default_options(name, 64)
     for key, value in (("u_features", features), ("u_hidden", hidden)):
@@ -83,11 +89,6 @@ def check_embedding(name: str, features: int | None, hidden: int | None) -> None
 
 
 def default_options(name: str, hidden_size: int) -> dict[str, int]:
-    """Return the default `u_features` and `u_hidden` of an embedding; empty for an unknown one."""
-    options = {"u_features": _COUNTS[name]} if name in _COUNTS and name not in _FIXED else {}
-    return options | ({"u_hidden": hidden_size} if name in _COUNTS and name.endswith("-mlp") else {})
-
-
-def build_embedding(name: str, hidden_size: int, features: int | None, hidden: int | None) -> AuxEmbedding:
-    """Return an untrained embedding on the default device and dtype; options as in `check_embedding`."""
-    return AuxEmbedding(name.removesuffix("-mlp"), features or _COUNTS[name], hidden, hidden_size)
+    """Return the default `u_features` and `u_hidden` of an embedding that has them."""
+    options = {} if name.removesuffix("-mlp") in FIXED else {"u_features": 32}
+    return options | ({"u_hidden": hidden_size} if name.endswith("-mlp") else {})

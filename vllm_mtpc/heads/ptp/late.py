@@ -82,10 +82,5 @@ class LateNetwork(nn.Module):
         return torch.stack(drafts, 1)
 
 
-def build_late(hidden_size: int, width: int | None) -> LateNetwork | None:
-    """Return an untrained late network on the current default device and dtype; None without a width."""
-    return LateNetwork(hidden_size, width) if width else None
-
-
 def _rms(values: Tensor) -> Tensor:
     return values.square().mean(-1, keepdim=True).add(EPSILON).sqrt()

@@ -10,13 +10,13 @@ the next token (c-ptp). After the final norm the rows of drafts may run through 
 
 Many short windows are computed in one pass. The rows of window b see the tokens of the document at (row_b, start_b) up
 to start_b, whose keys and values come from a pass over the packed rows, and the window's own rows up to themselves.
-This is an attention function of transformers: projections, norms and rotary positions are the model's.
+Both passes run the target's own attention (`text_attention`).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,109 +24,69 @@ from torch import Tensor, nn
 
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads.adapters import AdaptedLayers, layered_backbone, sharing_copy, view_of
-from vllm_mtpc.heads.ptp.embedding import AuxEmbedding, build_embedding
-from vllm_mtpc.heads.ptp.late import LateNetwork, build_late
-from vllm_mtpc.heads.trunk.backbone import rank_in_group
+from vllm_mtpc.heads.ptp.distribution import draft_tokens
+from vllm_mtpc.heads.ptp.layers import PtpHead, PtpLayers
+from vllm_mtpc.heads.trunk.backbone import CONTEXT_PER_QUERY, KeysValues, rank_in_group, windows_mask
+from vllm_mtpc.heads.trunk.base import document_positions
 
 UNUSED_U = 0.5  # of rows whose u is not used: greedy decoding, the independent baseline
 BYTES = ("evabyte", "tpu_llama")  # summaries of older windows; embeddings made of several tokens
-IMPLEMENTATION = "mtpc_windows"  # the name of `windows_attention` among transformers' attention functions
+IMPLEMENTATION = "mtpc_text"  # the name of `text_attention` among transformers' attention functions
+MAX_PADDING = 1.25  # most slots of a grid of windows, by the number of windows
 
 
 class Prefix(NamedTuple):
     """The target's states, keys and values of R packed rows of S tokens."""
 
     hidden: Tensor  # [R, S, D] after the final norm, as of Target.hidden
-    keys: list[Tensor]  # by layer, [R, G, S, d], rotated
-    values: list[Tensor]  # by layer, [R, G, S, d]
-    positions: Tensor  # [R, S] int64, from 0 in each document
+    layers: list[KeysValues]  # [R, G, S, d] each, keys are rotated
     documents: Tensor  # [R, S] int64, -1: padding
 
 
-class PrefixReader:
-    """Runs the target's own attention and stores the keys and values of each layer."""
+def text_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    *,
+    implementation: str,
+    extend: Callable[[Tensor, Tensor], KeysValues],
+    **kwargs: Any,
+) -> Any:
+    """Attention function of transformers: the function `implementation`, of the keys and values by `extend`."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    def __init__(self, implementation: str) -> None:
-        self.implementation, self.keys, self.values = implementation, list[Tensor](), list[Tensor]()
-
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
-        """Attention function of transformers."""
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        function = ALL_ATTENTION_FUNCTIONS.get_interface(self.implementation, eager)
-        self.keys.append(key)
-        self.values.append(value)
-        return function(module, query, key, value, mask, **kwargs)
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
+    return function(module, query, *extend(key, value), mask, **kwargs)
 
 
 class WindowGrid:
-    """B windows of `length` n rows each, as a grid of G packed rows of W windows; built once per pass.
+    """Places of B windows of `length` rows in a batch of G x W: up to W windows of a packed row read it together.
 
-    Where this would be half padding, as with few windows of many rows, each window has its own copy of its packed row.
-    `start` [B] is the index of the last token of packed row `row` [B] that a window reads.
+    Args:
+        row: [B] int64, the packed row of each window.
+        length: n.
+        context: tokens of a packed row that are read.
     """
 
-    def __init__(self, prefix: Prefix, row: Tensor, start: Tensor, length: int) -> None:
-        self.prefix, self.length = prefix, length
-        self.rows, group = row.unique(return_inverse=True)  # [G], [B]
-        rank = rank_in_group(group)
-        self.width = int(rank.max()) + 1
-        self.place = group * self.width + rank  # [B], of G * W
-        if len(self.rows) * self.width >= 2 * len(row):
-            self.rows, self.width, self.place = row, 1, torch.arange(len(row), device=row.device)
-        index = torch.arange(prefix.documents.shape[1], device=row.device)
-        seen = prefix.documents[row] == prefix.documents[row, start][:, None]  # [B, S]
-        hidden = torch.ones(len(self.rows) * self.width, len(index), dtype=torch.bool, device=row.device)
-        hidden[self.place] = ~(seen & (index <= start[:, None]))
-        self.hidden = hidden.view(len(self.rows), 1, 1, self.width, 1, -1)  # [G, 1, 1, W, 1, S]
-        self.later = torch.ones(length, length, dtype=torch.bool, device=row.device).triu(1)
-        self.full = torch.equal(self.rows, torch.arange(len(prefix.hidden), device=row.device))
-        self.layer = 0
+    def __init__(self, row: Tensor, length: int, context: int) -> None:
+        rank, count = rank_in_group(row), len(row)
+        self.width = max(1, min(context // (CONTEXT_PER_QUERY * length), int(rank.max()) + 1))
+        groups, place = (row * count + rank // self.width).unique(return_inverse=True)
+        self.rows, self.index = groups // count, place * self.width + rank % self.width  # [G] of packed rows, [B]
+        if len(groups) * self.width > MAX_PADDING * count:
+            self.rows, self.width, self.index = row, 1, torch.arange(count, device=row.device)
 
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
-    ) -> tuple[Tensor, None]:
-        """Return [1, B * n, H, d] and None for query [1, H, B * n, d], key and value [1, G, B * n, d].
-
-        Raises:
-            HeadConfigError: the target has attention sinks.
-        """
-        if kwargs.get("s_aux") is not None:
-            raise HeadConfigError("this target has attention sinks, which PTP heads do not support; name another")
-        scale = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"]
-        keys, values = self.prefix.keys[self.layer], self.prefix.values[self.layer]
-        if not self.full:
-            keys, values = keys[self.rows], values[self.rows]
-        self.layer += 1
-        key, value = self._placed(key), self._placed(value)  # [P, g, W, n, d], P packed rows, g key heads
-        packed, groups, width, length, size = key.shape
-        query = self._placed(query * scale).view(packed, groups, -1, width, length, size)  # [P, g, h, W, n, d]
-        before = (query.flatten(2, 4) @ keys.mT).view(*query.shape[:5], -1)  # [P, g, h, W, n, S]
-        inside = query @ key[:, :, None].mT  # [P, g, h, W, n, n]
-        if cap := kwargs.get("softcap"):
-            before, inside = (cap * torch.tanh(scores / cap) for scores in (before, inside))
-        before, inside = before.masked_fill(self.hidden, -torch.inf), inside.masked_fill(self.later, -torch.inf)
-        weights = torch.cat([before, inside], -1).softmax(-1, dtype=torch.float32).to(value.dtype)
-        before, inside = weights.split([keys.shape[2], length], -1)
-        read = (before.flatten(2, 4) @ values).view(query.shape) + inside @ value[:, :, None]
-        read = read.permute(0, 3, 4, 1, 2, 5).reshape(packed * width, length, -1, size)  # [P * W, n, H, d]
-        return read[self.place].flatten(0, 1)[None], None
-
-    def _placed(self, states: Tensor) -> Tensor:
-        """Return states [1, H, B * n, d] of the windows as [P, H, W, n, d] in the grid; padding is zero."""
-        states = states[0].unflatten(1, (-1, self.length)).transpose(0, 1)  # [B, H, n, d]
-        placed = states.new_zeros(len(self.rows) * self.width, *states.shape[1:]).index_copy(0, self.place, states)
-        return placed.unflatten(0, (-1, self.width)).transpose(1, 2)
-
-
-def windows_attention(*args: Any, windows: PrefixReader | WindowGrid, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """Attention function of transformers: calls the reader or grid of the pass."""
-    return windows.attend(*args, **kwargs)
+    def place(self, values: Tensor) -> Tensor:
+        """Return values [B, ...] of windows as [G, W, ...]; padding is zero."""
+        placed = values.new_zeros(len(self.rows) * self.width, *values.shape[1:])
+        return placed.index_copy(0, self.index, values).unflatten(0, (-1, self.width))
 
 
 class Student(AdaptedLayers):
-    """A PTP head on its target: adapters, embedding (at the scale of the target's) and late network, in float32.
+    """A PTP head on its target: adapters and layers (the embedding at the scale of the target's), in float32.
 
     Args:
         target: a `vllm_mtpc.hf.Target`.
@@ -140,29 +100,26 @@ class Student(AdaptedLayers):
         from transformers import AttentionInterface
 
         super().__init__(target)
-        AttentionInterface.register(IMPLEMENTATION, windows_attention)
+        AttentionInterface.register(IMPLEMENTATION, text_attention)
         backbone = _check_target(target)
         self.config, self.first_row = config, config.first_row  # the row of a window's first draft
-        plain, adapted = (view_of(backbone, [_with_windows(layer) for layer in backbone.layers]) for _ in range(2))
+        plain, adapted = (view_of(backbone, [_with_text(layer) for layer in backbone.layers]) for _ in range(2))
         self.adapt(adapted, config.lora_rank, config.lora_alpha)
         self._plain, self._adapted = (plain,), (adapted,)  # in tuples, as the target
-        self.embedding = _scaled_embedding(config, backbone).to(target.device)
-        late = build_late(config.hidden_size, config.late_width)
-        self.late = late and late.float().to(target.device)
+        self.layers = _scaled_layers(config, backbone).to(target.device)
 
     @torch.no_grad()
     def prefix(self, tokens: Tensor, documents: Tensor | None = None) -> Prefix:
-        """Run the plain target over tokens [R, S]; documents [R, S] as in `Target.hidden`."""
-        target = self.target
-        tokens, packed = tokens.to(target.device, torch.long), target.packed(documents)
-        if documents is None:
-            documents = torch.zeros_like(tokens)
-            positions = torch.arange(tokens.shape[1], device=target.device).expand_as(tokens)
-        else:
-            documents, positions = documents.to(target.device, torch.long), packed["position_ids"]
-        reader = PrefixReader(target.backbone.config._attn_implementation)
-        hidden = self._plain[0](input_ids=tokens, use_cache=False, windows=reader, **packed).last_hidden_state
-        return Prefix(hidden, reader.keys, reader.values, positions, documents)
+        """Run the plain target over tokens [R, S]; documents [R, S] as in `Target.hidden`, None: one in each row."""
+        target, layers = self.target, list[KeysValues]()
+
+        def keep(*own: Tensor) -> KeysValues:
+            layers.append(own)
+            return own
+
+        tokens = tokens.to(target.device, torch.long)
+        hidden = self._run(self._plain[0], keep, input_ids=tokens, **target.packed(documents))
+        return Prefix(hidden, layers, torch.zeros_like(tokens) if documents is None else documents.to(tokens))
 
     def aux(self, prefix: Prefix, row: Tensor, start: Tensor, u: Tensor) -> Tensor:
         """Run the rows of windows through the adapted layers; [B, n, D] after the final norm.
@@ -174,59 +131,90 @@ class Student(AdaptedLayers):
             u: [B, n] in [0, 1).
         """
         u = u.to(self.target.device, torch.float32)
-        embeds = self.embedding(u if self.config.informed else torch.full_like(u, UNUSED_U))
+        embeds = self.layers(u if self.config.informed else torch.full_like(u, UNUSED_U))
         return self._windows(self._adapted[0], prefix, row, start, 1 - self.first_row, embeds.to(self.target.dtype))
 
     @torch.no_grad()
     def plain(self, prefix: Prefix, row: Tensor, start: Tensor, tokens: Tensor) -> Tensor:
         """Return the plain target's states [B, m, D] of tokens [B, m] that follow (row [B], start [B])."""
-        embeds = self._token_embeddings(tokens.to(self.target.device, torch.long))
-        return self._windows(self._plain[0], prefix, row, start, 1, embeds)
+        return self._windows(self._plain[0], prefix, row, start, 1, self.target.embed(tokens))
 
     def states(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """Return hidden [B, m, D] of `aux` after the late network, if any, given tokens [B, n], x_1 and the next."""
-        if self.late is None:
+        if self.layers.late is None:
             return hidden
         before, rows = hidden.tensor_split([self.first_row], 1)
-        front = self._token_embeddings(tokens[:, : rows.shape[1]].clamp(min=0))
-        return torch.cat([before, self.late(rows, front)], 1)
-
-    def chain(self, hidden: Tensor, first: Tensor, choose: Callable[[Tensor, int], Tensor]) -> Tensor:
-        """Return the drafts [B, K] of the late network; arguments as in `LateNetwork.draft`."""
-        assert self.late is not None
-        return self.late.draft(hidden, first.to(hidden.device), self._token_embeddings, choose)
+        front = self.target.embed(tokens[:, : rows.shape[1]].clamp(min=0))
+        return torch.cat([before, self.layers.late(rows, front)], 1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] float32 of the target's own lm_head for hidden [..., D]."""
         return self.target.logits(hidden)
 
-    @torch.no_grad()
-    def _token_embeddings(self, tokens: Tensor) -> Tensor:
-        return self._plain[0].get_input_embeddings()(tokens)
+    def draft(
+        self,
+        prefix: Prefix,
+        row: Tensor,
+        start: Tensor,
+        u: Tensor,
+        first: Tensor,
+        greedy: bool = False,
+        picks: Tensor | None = None,
+    ) -> Tensor:
+        """Return drafts [B, K] of windows, as in `aux`, after x_1 `first` [B], from u [B, 1 + K] of x_1 and the drafts.
+
+        greedy: each draft is the argmax. picks: [B, 1 + K], pick drafts (c-ptp, late) in place of u, which rows carry.
+        """
+        drafting = slice(self.first_row, self.first_row + u.shape[1] - 1)
+        hidden = self.aux(prefix, row, start, u[:, : drafting.stop])[:, drafting]
+        numbers = (u if picks is None else picks)[:, 1:].to(hidden.device)
+
+        def choose(states: Tensor, numbers: Tensor) -> Tensor:
+            logits = self.logits(states)
+            return logits.argmax(-1) if greedy else draft_tokens(self.config, logits, numbers)
+
+        if self.layers.late is None:
+            return choose(hidden.flatten(0, 1), numbers.flatten()).view(numbers.shape)
+        first = first.to(hidden.device)
+        return self.layers.late.draft(hidden, first, self.target.embed, lambda state, k: choose(state, numbers[:, k]))
 
     @torch.no_grad()
-    def take(self, lora: Mapping[str, Tensor], embedding: AuxEmbedding, late: LateNetwork | None = None) -> None:
-        """Copy adapters (by their names on disk), embedding and late network; raises as `take_lora`."""
-        self.take_lora(lora)
-        self.embedding.load_state_dict(embedding.state_dict())
-        if late is not None and self.late is not None:
-            self.late.load_state_dict(late.state_dict())
+    def take(self, head: PtpHead) -> None:
+        """Copy adapters and layers; a head without a late network leaves this one's. Raises as `take_lora`."""
+        self.take_lora(head.lora)
+        self.layers.load_state_dict(head.layers.state_dict(), strict=head.layers.late is not None)
 
     def _windows(
         self, view: nn.Module, prefix: Prefix, row: Tensor, start: Tensor, shift: int, embeds: Tensor
     ) -> Tensor:
-        count, length, _ = embeds.shape
-        row, start = row.to(embeds.device), start.to(embeds.device)
-        at = prefix.positions[row, start][:, None] + torch.arange(shift, shift + length, device=row.device)
-        states = view(
-            inputs_embeds=embeds.flatten(0, 1)[None],  # [1, B * n, D]
-            position_ids=at.flatten()[None],
-            # transformers passes a mask of four dimensions unchanged, and builds none
-            attention_mask=embeds.new_zeros(1, 1, 1, 1),
-            use_cache=False,
-            windows=WindowGrid(prefix, row, start, length),
-        ).last_hidden_state
-        return states.view(count, length, -1)
+        """Return states [B, n, D] of rows embeds [B, n, D], the first one `shift` after (row [B], start [B])."""
+        row, start, length = row.to(embeds.device), start.to(embeds.device), embeds.shape[1]
+        context = int(start.max()) + 1  # tokens that are read
+        grid, layers = WindowGrid(row, length, context), iter(prefix.layers)
+        starts = grid.place(start)  # [G, W]
+        seen = windows_mask(starts, prefix.documents[grid.rows, :context], length)
+        seen[..., context:].tril_()
+        at = document_positions(prefix.documents)[grid.rows].gather(1, starts) + shift
+        at = at[..., None] + torch.arange(length, device=row.device)
+
+        def read_text(*own: Tensor) -> KeysValues:
+            pairs = zip(next(layers), own, strict=True)
+            key, value = (torch.cat([before[grid.rows, :, :context], part], 2) for before, part in pairs)
+            return key, value
+
+        states = self._run(
+            view,
+            read_text,
+            inputs_embeds=grid.place(embeds).flatten(1, 2),  # [G, W * n, D]
+            position_ids=at.flatten(1),
+            # transformers passes a mask of four dimensions unchanged
+            attention_mask=embeds.new_zeros(seen.shape).masked_fill_(~seen, torch.finfo(embeds.dtype).min),
+        )
+        return states.view(-1, *embeds.shape[1:])[grid.index]
+
+    def _run(self, view: nn.Module, extend: Callable[[Tensor, Tensor], KeysValues], **arguments: Any) -> Tensor:
+        implementation = self.target.backbone.config._attn_implementation
+        return view(use_cache=False, implementation=implementation, extend=extend, **arguments).last_hidden_state
 
 
 def _check_target(target: Any) -> nn.Module:
@@ -247,8 +235,8 @@ def _check_target(target: Any) -> nn.Module:
     return backbone
 
 
-def _with_windows(layer: nn.Module) -> nn.Module:
-    """A copy of a layer that shares its weights, with the attention of windows."""
+def _with_text(layer: nn.Module) -> nn.Module:
+    """A copy of a layer that shares its weights, with `text_attention`."""
     layer = sharing_copy(layer)
     for module in layer.modules():
         if hasattr(module, "config"):  # a copy, too
@@ -257,13 +245,12 @@ def _with_windows(layer: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def _scaled_embedding(config: Any, backbone: nn.Module) -> AuxEmbedding:
-    """An untrained embedding at the scale of the target's token embeddings."""
-    embedding = build_embedding(config.u_embedding, config.hidden_size, config.u_features, config.u_hidden)
+def _scaled_layers(config: Any, backbone: nn.Module) -> PtpLayers:
+    """Untrained layers in float32, with the embedding at the scale of the target's token embeddings."""
+    layers = PtpLayers(config)
     wanted = backbone.get_input_embeddings().weight.float().std().cpu()
     centres = (torch.arange(256, dtype=torch.float32) + 0.5) / 256  # of equal bins of u
-    factor = wanted / embedding(centres).std().clamp(min=1e-6)
-    scaled: Any = getattr(embedding, "outer", embedding)
-    for value in scaled.parameters():
+    factor = wanted / layers(centres).std().clamp(min=1e-6)
+    for value in layers.outer.parameters():
         value.mul_(factor)
-    return embedding.float()
+    return layers.float()

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vllm_mtpc.data.rows import Rows
-from vllm_mtpc.eval.ptp_acceptance import draft
 from vllm_mtpc.heads.ptp.distribution import STEPS, edges, log_likelihood, processed, u_inside
 from vllm_mtpc.heads.ptp.student import Prefix, Student
 from vllm_mtpc.hf import Target
@@ -103,19 +102,15 @@ class PrefixSource:
     rows: Rows
     options: TrainOptions
 
+    @torch.no_grad()
     def hidden(self, row_indices: Tensor) -> Block:
         """Return the block of rows[row_indices]."""
         tokens, documents = self.rows.tokens[row_indices], self.rows.document[row_indices]
         parts = zip(*(part.split(Target.rows_at_once) for part in (tokens, documents)), strict=True)
-        prefixes, left, right = zip(*(self._batch(*part) for part in parts), strict=True)
-        hidden, keys, values, positions, numbers = zip(*prefixes, strict=True)
-        layers = [[torch.cat(states) for states in zip(*some, strict=True)] for some in (keys, values)]
-        prefix = Prefix(torch.cat(hidden), layers[0], layers[1], torch.cat(positions), torch.cat(numbers))
-        return Block(prefix, torch.cat(left), torch.cat(right))
-
-    @torch.no_grad()
-    def _batch(self, tokens: Tensor, documents: Tensor) -> Block:
-        prefix = self.student.prefix(tokens, documents)
+        hidden, layers, documents = zip(*(self.student.prefix(*part) for part in parts), strict=True)
+        pairs = (zip(*layer, strict=True) for layer in zip(*layers, strict=True))
+        whole = [(torch.cat(keys), torch.cat(values)) for keys, values in pairs]
+        prefix = Prefix(torch.cat(hidden), whole, torch.cat(documents))
         following, states = tokens[:, 1:].to(prefix.hidden.device), prefix.hidden[:, :-1]
         places = max(1, DISTRIBUTION_BYTES // (16 * self.student.target.vocab_size))
         found = [
@@ -227,36 +222,23 @@ class PtpModule(nn.Module):
         """Return sums [2]: 1 and the leading correct drafts for u uniform inside the intervals; windows."""
         batch = batch.each(lambda value: value[:WATCHED])
         text = self._data_text(batch, batch.draws[:, 1])
-        log_p = distribution_of(self.head, batch.hidden.prefix.hidden[batch.row, batch.start], self.options)
-        made = drafts(self.head, batch.hidden, batch.row, batch.start, text.u, log_p, text.tokens[:, 0])
-        right = _leading((made == text.tokens)[:, 1:] & text.usable[:, 1:])
+        first = text.tokens[:, 0].clamp(min=0)
+        made = self.head.draft(batch.hidden.prefix, batch.row, batch.start, text.u, first)
+        right = _leading((made == text.tokens[:, 1:]) & text.usable[:, 1:])
         windows = text.usable[:, 0].sum()
         return torch.stack([right.sum() + windows, windows]).float()
 
 
-def drafts(
-    student: Student, block: Block, row: Tensor, start: Tensor, u: Tensor, log_p: Tensor, known: Tensor | None = None
-) -> Tensor:
-    """Return the student's tokens, [B, n], from u [B, n] after (row, start).
+def drafts(student: Student, block: Block, row: Tensor, start: Tensor, u: Tensor, log_p: Tensor) -> Tensor:
+    """Return the student's tokens [B, n] from u [B, n], after the tokens of a block at (row [B], start [B]).
 
-    Args:
-        student: The student.
-        block: Rows of the target.
-        row: [B], row of the block.
-        start: [B], position in the row.
-        u: [B, n] float32.
-        log_p: [B, V], log Q of the first token, which c-ptp leaves to the target.
-        known: [B], the first token, if the target has sampled it.
+    log_p: [B, V], log Q of the first token, which c-ptp leaves to the target.
     """
-    first, length = student.first_row, u.shape[1] - 1
-    hidden = student.aux(block.prefix, row, start, u[:, : length + first])
-    if known is not None:
-        token = known.clamp(min=0)
-    elif first:
-        token = student.logits(hidden[:, 0]).argmax(-1)
+    if student.first_row:
+        token = student.logits(student.aux(block.prefix, row, start, u[:, :1])[:, 0]).argmax(-1)
     else:
         token = pick(log_p, u[:, 0].contiguous())
-    return torch.cat([token[:, None], draft(student, hidden[:, first:], u[:, 1:], False, token)], 1)
+    return torch.cat([token[:, None], student.draft(block.prefix, row, start, u, token)], 1)
 
 
 def default_chunk(student: Student, batch: Windows) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.data.rows import Rows
 from vllm_mtpc.engine.provenance import public
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.eval.ptp_acceptance import uses_u
+from vllm_mtpc.eval.ptp_evaluator import uses_u
 from vllm_mtpc.eval.text import Samples
 from vllm_mtpc.files import read_json
+from vllm_mtpc.heads.ptp.layers import PtpHead
 from vllm_mtpc.heads.ptp.student import Student
 from vllm_mtpc.train.card import head_card, provenance
 from vllm_mtpc.train.options import TrainOptions
@@ -47,10 +48,9 @@ class PtpTrainer(Trainer):
     def setup_model(self) -> None:
         options = self.options
         self.student = self.student_class(self.target, self.config)
-        self.baseline = baseline_figures(options) if options.baseline else {}
+        self.baseline = baseline_figures(options)
         if options.init_from:
-            head = load_ptp(resolve_head(options.init_from))
-            self.student.take(head.lora, head.embedding, head.late)
+            self.student.take(load_ptp(resolve_head(options.init_from)))
         self.draw = partial(draw_numbers, options.window, options.u_beta)
         self.model = PtpModule(self.student, options)
 
@@ -76,8 +76,7 @@ class PtpTrainer(Trainer):
 
     @staticmethod
     def check_start(options: TrainOptions, config: PtpConfig) -> None:
-        if options.baseline:
-            baseline_figures(options)
+        baseline_figures(options)
         if not (name := options.init_from):
             return
         source = read_config(resolve_head(name))
@@ -98,7 +97,7 @@ class PtpTrainer(Trainer):
     def state_size(self) -> int:
         """Return the numbers of states, keys and values per token."""
         row = self.student.prefix(torch.zeros(1, 2, dtype=torch.long))
-        return sum(part[0, ..., :1, :].numel() for part in (row.hidden, *row.keys, *row.values))
+        return sum(part[0, ..., :1, :].numel() for part in (row.hidden, *chain.from_iterable(row.layers)))
 
     def save(self, results: Mapping[str, Any], run: Mapping[str, Any]) -> None:
         names = ("variant", "window", "u_embedding", "late_width", "distribution_trust", "lora_rank")
@@ -107,11 +106,11 @@ class PtpTrainer(Trainer):
         record = provenance(self.options, facts, self.verifier, results, run)
         for name in self.options.of_others:
             del record["settings"][name]
-        config, student, dtype = self.config, self.student, getattr(torch, self.options.dtype)
+        config = self.config
         if results:
             config = config.model_copy(update={"accepted": results["t1"]["histogram"]})
-        head = student.lora(), student.embedding
-        save_ptp(self.options.out, config, *head, record, head_card(record, "ptp"), dtype, student.late)
+        head = PtpHead(config, self.student.lora(), self.student.layers)
+        save_ptp(self.options.out, head, record, head_card(record, "ptp"), getattr(torch, self.options.dtype))
 
     def load_trained(self, weights: Mapping[str, Tensor]) -> None:
         self.student.load_state_dict(weights)
@@ -140,12 +139,14 @@ class PtpTrainer(Trainer):
 
 
 def baseline_figures(options: TrainOptions) -> dict[str, Any]:
-    """Return the results of the head `options.baseline`.
+    """Return the results of the head `options.baseline`; empty without one.
 
     Raises:
         UsageError: It is not a measured head of variant independent, or was trained with other options.
     """
-    folder = Path(resolve_head(options.baseline))
+    if not options.baseline:
+        return {}
+    folder = resolve_head(options.baseline)
     record = read_json(folder / PROVENANCE_FILE)
     ours = {key: public(value) for key, value in options.model_dump(mode="json").items()}
     theirs = record.get("settings", {})
