@@ -118,6 +118,16 @@ def parts() -> str:
     return table("trunk, circuit, leaves", lines, columns)
 
 
+def circuits() -> str:
+    """Return the table of circuits and leaves on trunk mlp, on own and on unseen text."""
+    lines = []
+    texts = {"own_t1": "own, T=1", "own_t0": "own, T=0", "unseen_t1": "Spec-Bench, T=1", "unseen_t0": "Spec-Bench, T=0"}
+    for row in content("smollm2-circuits")["rows"]:
+        shown = [f"{cell(row[t], 3)} ({row[t]['gain'][0]:+.3f} ± {row[t]['gain'][1]:.3f})" for t in texts]
+        lines.append([row["name"].removeprefix("mlp "), millions(row["parameters"]), *shown])
+    return table("circuit, leaves", lines, ["parameters", *texts.values()])
+
+
 def served(name: str, decodings: Mapping[str, str]) -> str:
     """Return tokens/step and speed-ups of one client."""
     rows, lines = read(name), []
@@ -175,6 +185,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "native": native,
     "backbone circuits": backbone_circuits,
     "parts": parts,
+    "circuits": circuits,
     "tokens": tokens,
     "tokens served": partial(served, "serve-tokens-cpu", TOKENS),
     "shakespeare": shakespeare,

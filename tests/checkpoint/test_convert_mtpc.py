@@ -207,7 +207,7 @@ def test_draft_layers_give_the_states_of_the_adapted_model(tmp_path, layers):
     config, _ = load_head(out)
     adapters = check_tensors(out, config)
     assert config.lora_layers == len(layers)
-    draft = LoraDraftLayers.load(adapters, Target("llama", plain, None, plain.model, plain.lm_head))
+    draft = LoraDraftLayers.load(adapters, Target("llama", plain, None, plain.model, plain.lm_head, "torch"))
     with torch.no_grad():
         expected = adapted_llama(1, layers, lora_alpha=6)(tokens, output_hidden_states=True).hidden_states[-1]
         # float32; the same products, in PEFT's or our views
