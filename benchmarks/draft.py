@@ -150,7 +150,8 @@ def bound(case: Case) -> Case:
         weight = next(head.parameters())
         lm_head = torch.randn(head.columns, head.hidden_size, dtype=weight.dtype, device=weight.device)
         if head.leaves.needs_lm_head:
-            head.leaves.bind_lm_head(lambda hidden: F.linear(hidden, lm_head))
+            # as one matrix, as in serving: a view of several dimensions becomes many small products
+            head.leaves.bind_lm_head(lambda x: F.linear(x.flatten(0, -2), lm_head).view(*x.shape[:-1], -1))
         head.trunk.bind_embedding(lambda tokens: F.embedding(tokens % head.columns, lm_head))
     return case
 
