@@ -103,7 +103,7 @@ def test_chunks_of_a_step_give_the_same_loss_and_gradients(tiny_target, tmp_path
 
 def test_state_of_another_run_is_refused(tiny_target, tmp_path):
     run(options_for(tiny_target, tmp_path, max_steps=2), tiny_target)
-    with pytest.raises(CheckpointError, match=r"run with gamma=None, not 0.8; resume with the options"):
+    with pytest.raises(CheckpointError, match=r"run with gamma=0.9, not 0.8; resume with the options"):
         run(options_for(tiny_target, tmp_path, resume=True, gamma=0.8), tiny_target)
     longer = run(options_for(tiny_target, tmp_path, resume=True, max_steps=4), tiny_target)  # how long is free
     assert longer.step == 4

@@ -31,14 +31,12 @@ CASES = {
     "without_first": {"beta": 0.5, "train_first": False},
     "acceptance": {"acceptance": 1.0},
     "mixed": {"acceptance": 0.6, "beta": 0.5, "train_first": False},
-    "accepted": {"acceptance": 0.6, "beta": 0.5, "gamma": None},
-    "accepted_without_first": {"acceptance": 0.6, "beta": 1.0, "gamma": None, "train_first": False},
 }
 
 
 def options(circuit: str, **changes) -> TrainOptions:
     r = 1 if circuit == "ff" else R
-    values = {"beta": 0.0, "acceptance": 0.0, "train_first": True, "gamma": 0.9} | changes
+    values = {"beta": 0.0, "acceptance": 0.0, "train_first": True} | changes
     return TrainOptions(target="t", data=["d"], out="o", circuit=circuit, window=N, components=r, **values)
 
 
@@ -66,24 +64,21 @@ def target_distribution() -> torch.Tensor:
 
 def reference(name: str, params: CircuitParams, distribution: np.ndarray, o: TrainOptions) -> float:
     """L from its definition; `distribution` [B, N, V] holds log p."""
-    weights = np.array([(o.gamma or 1.0) ** k for k in range(N)])
+    weights = np.array([o.gamma**k for k in range(N)])
     weights[0] *= o.train_first
     weights /= weights.sum()
     total = 0.0
     for b, tokens in enumerate(TOKENS.tolist()):
         table = enumeration.Enumerated(name, params, b).table()
-        tokens = [token for token in tokens if token >= 0]
-        q = [np.exp(enumeration.conditionals(table, tuple(tokens[:k]))) for k in range(len(tokens))]
-        p = np.exp(distribution[b])
-        overlap = [np.minimum(p[k], one).sum() for k, one in enumerate(q)]
         for k, token in enumerate(tokens):
-            pace = 1.0
-            if o.gamma is None and k:  # the change of E[accepted drafts], a sum of products, with overlap[k]
-                pace = sum(np.prod(overlap[1:k] + overlap[k + 1 : end]) for end in range(k + 1, len(tokens) + 1))
-            term = -(1 - o.beta) * np.log(q[k][token]) + o.beta * (p[k] * np.log(p[k] / q[k])).sum()
-            total += (1 - o.acceptance) * weights[k] * pace * term / COUNTS[k].item()
+            if token < 0:
+                break
+            q, p = np.exp(enumeration.conditionals(table, tuple(tokens[:k]))), np.exp(distribution[b, k])
+            overlap = np.minimum(p, q).sum()
+            term = -(1 - o.beta) * np.log(q[token]) + o.beta * (p * np.log(p / q)).sum()
+            total += (1 - o.acceptance) * weights[k] * term / COUNTS[k].item()
             if k and o.acceptance:
-                total += o.acceptance * weights[k] / weights[1:].sum() * pace * (1 - overlap[k]) / COUNTS[k].item()
+                total += o.acceptance * weights[k] / weights[1:].sum() * (1 - overlap) / COUNTS[k].item()
     return total
 
 

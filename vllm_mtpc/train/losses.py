@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -25,7 +24,6 @@ from vllm_mtpc.train.windows import Windows, window_states
 CHUNK_BYTES = 1 << 30
 COPIES = 4  # logits, log-softmax, its exponential and a gradient are in memory at the same time
 NORM_ELEMENTS = 1 << 25  # of the target's logits that are in memory at the same time
-GAMMA = 0.9  # default weights of the positions of a loss without the target's distribution
 WATCHED = 128  # windows of a step that the running estimate of tokens/step is measured on
 Reader = Callable[[slice], Tensor]  # values of some of the windows
 
@@ -44,38 +42,23 @@ def window_loss(
         counts: [n], windows of the whole step with a token at k.
     """
     skip = tokens.shape[1] - q.shape[1]
-    kept, drafted = tokens[:, skip:] >= 0, slice(1 - skip, None)
-    is_paced = options.gamma is None and log_p is not None
-    gamma = 1.0 if is_paced else options.gamma or GAMMA
-    of_positions = gamma ** torch.arange(tokens.shape[1], dtype=torch.float64)  # w_k, [n]
+    kept = tokens[:, skip:] >= 0
+    of_positions = options.gamma ** torch.arange(tokens.shape[1], dtype=torch.float64)  # w_k, [n]
     of_positions[0] *= options.train_first
     of_positions = of_positions[skip:] / of_positions.sum()
-    weights = (of_positions.to(q) / counts[skip:].clamp(min=1).to(q)).expand_as(kept)  # [B, n - s]
+    weights = of_positions.to(q) / counts[skip:].clamp(min=1).to(q)  # [n - s]
     likelihood = _at(q, columns).clamp(min=TINY).log().masked_fill(columns < 0, 0)
     terms, overlap = -(1 - options.beta) * likelihood, None
     if log_p is not None:
         overlap, divergence = Divergences.apply(q, log_p)
         terms = terms + options.beta * divergence
-        if is_paced:
-            paces = accepted_share(overlap[:, drafted].detach().masked_fill(~kept[:, drafted], 0))
-            weights = torch.cat([weights[:, : 1 - skip], weights[:, drafted] * paces], 1)
     loss = (1 - options.acceptance) * (terms.masked_fill(~kept, 0) * weights).sum()
     if options.acceptance == 0:
         return loss
     assert overlap is not None
-    variation = (1 - overlap[:, drafted]).masked_fill(~kept[:, drafted], 0)
-    return loss + options.acceptance * (variation * weights[:, drafted]).sum() / of_positions[drafted].sum()
-
-
-def accepted_share(overlap: Tensor) -> Tensor:
-    """Return the change of E[accepted drafts] with the overlap of each draft, [B, K], of overlaps a [B, K].
-
-    It is a_1 .. a_(k-1), with which draft k is reached, times the 1 + a_(k+1) + a_(k+1) a_(k+2) + ... that follow it.
-    """
-    after = torch.ones_like(overlap)
-    for k in range(overlap.shape[1] - 2, -1, -1):
-        after[:, k] = 1 + overlap[:, k + 1] * after[:, k + 1]
-    return F.pad(overlap.cumprod(1)[:, :-1], (1, 0), value=1.0) * after
+    drafted = slice(1 - skip, None)
+    variation, weights = (1 - overlap[:, drafted]).masked_fill(~kept[:, drafted], 0), weights[drafted]
+    return loss + options.acceptance * (variation * weights).sum() / of_positions[drafted].sum()
 
 
 def drafted_part(head: Head, tokens: Tensor) -> Tensor:

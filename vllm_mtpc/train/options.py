@@ -87,10 +87,7 @@ class TrainOptions(BaseModel):
     temperature: float = Field(1.0, gt=0, description="of the distribution that u picks from")
     top_k: int = Field(0, ge=0, description="top-k of that distribution; 0: off")
     top_p: float = Field(1.0, gt=0, le=1, description="top-p of that distribution; 1: off")
-    gamma: float | None = Field(
-        None, gt=0, le=1, description="position k counts gamma^(k-1) (default: a draft counts by its share of the "
-        "accepted length, and in losses without the target's distribution by powers of 0.9)"
-    )  # fmt: skip
+    gamma: float = Field(0.9, gt=0, le=1, description="position k counts gamma^(k-1)")
     beta: float = Field(1.0, ge=0, le=1, description="share of KL(target||draft); the rest is likelihood of the text")
     acceptance: float = Field(
         0.9, ge=0, le=1, description="share of the total variation between target and draft in the loss"

@@ -50,8 +50,9 @@ def train(options: TrainOptions, target: Target | None = None) -> Path:
     """
     from accelerate import Accelerator
 
-    keep_freed_memory()
     device = choose_device(options.device)
+    if device.type == "cpu":
+        keep_freed_memory()
     if options.device.startswith("cuda:"):
         torch.cuda.set_device(device)
     # losses.py casts the head's products: the circuit stays in float32

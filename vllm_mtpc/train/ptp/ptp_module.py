@@ -27,7 +27,7 @@ from vllm_mtpc.heads.ptp.distribution import STEPS, edges, log_likelihood, proce
 from vllm_mtpc.heads.ptp.student import Prefix, Student
 from vllm_mtpc.hf import Target
 from vllm_mtpc.kernels.pick import pick
-from vllm_mtpc.train.losses import CHUNK_BYTES, GAMMA, WATCHED, in_chunks, zero_loss
+from vllm_mtpc.train.losses import CHUNK_BYTES, WATCHED, in_chunks, zero_loss
 from vllm_mtpc.train.options import TrainOptions
 from vllm_mtpc.train.windows import Windows, window_states
 
@@ -156,7 +156,7 @@ class PtpModule(nn.Module):
         if not len(batch.row):
             return zero_loss(student), torch.zeros(2, device=device)
         batch, counts = batch.each(lambda value: value.to(device)), batch.counts.to(device)
-        weights = (self.options.gamma or GAMMA) ** torch.arange(first, len(counts), device=device)
+        weights = self.options.gamma ** torch.arange(first, len(counts), device=device)
         weights = weights / weights.sum() / counts[first:].clamp(min=1)
 
         def loss(piece: slice) -> Tensor:
