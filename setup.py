@@ -121,7 +121,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["vllm_mtpc", "vllm_mtpc.*"]),  # follows the links
     package_data={
-        "vllm_mtpc": ["py.typed", "train/card.jinja", "bytes/evabyte/evabyte.jinja"],
+        "vllm_mtpc": ["py.typed", "train/card.jinja", "models/evabyte/evabyte.jinja"],
         "vllm_mtpc.demo": ["assets/**"],
         "vllm_mtpc.kernels": ["**/*.md"],
     },

@@ -15,11 +15,11 @@ ORDER = (
     *("errors", "families", "files", "progress", "flags"),
     *("kernels", "circuits", "heads", "config", "plan", "checkpoint"),
     *("proposers.options", "proposers.worker", "proposers.v1", "proposers.v2", "proposers.patches"),
-    *("proposers.recorder", "bytes", "hf", "plugin"),
+    *("proposers.recorder", "models", "hf", "plugin"),
     *("engine", "report", "demo", "data", "eval", "batch", "plots", "train", "bench"),
     *("speculators", "cli", "benchmarks"),
 )
-KNOW_VLLM = ("proposers", "bytes", "engine", "benchmarks")  # the last is not in the wheel
+KNOW_VLLM = ("proposers", "models", "engine", "benchmarks")  # the last is not in the wheel
 INSIDE = {"engine_core", "model_runner"}
 MOST_LINES = 22_500  # of Python in the wheel, docstrings and blank lines too
 
@@ -72,9 +72,9 @@ def test_no_circle():
 
 
 def test_byte_models_are_imported_by_their_registration_only():
-    pairs = [(name, other) for name in files() for other in imports(name) if package_of(other) == "bytes"]
-    used = {other for name, other in pairs if package_of(name) != "bytes"}
-    assert used == {"vllm_mtpc.bytes.registration"}
+    pairs = [(name, other) for name in files() for other in imports(name) if package_of(other) == "models"]
+    used = {other for name, other in pairs if package_of(name) != "models"}
+    assert used == {"vllm_mtpc.models.registration"}
 
 
 def test_vllm_is_imported_by_three_packages_only():

@@ -30,7 +30,7 @@ MAX_WHEEL_BYTES = 24_000_000
 # The extras that a package's users have (or "cuda" for "cpu"); other packages need a plain install only.
 EXTRAS = {
     **dict.fromkeys(("circuits", "heads", "config", "checkpoint", "demo", "data", "plots"), ("train",)),
-    **dict.fromkeys(("bytes", "proposers", "kernels", "engine"), ("cpu",)),
+    **dict.fromkeys(("models", "proposers", "kernels", "engine"), ("cpu",)),
     **dict.fromkeys(("eval", "bench"), ("train", "cpu")),
     "hf": ("train", "train-cuda"),
     "train": ("train", "cpu"),

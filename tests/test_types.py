@@ -12,7 +12,7 @@ import pytest
 USER = {  # lines of a user's module with a wrong type each, and the type that they assign
     "from vllm_mtpc import demo; one: int = demo.path('btree')": '"Path"',
     "from vllm_mtpc.kernels import filter; two: str = filter.MAX_COMPONENTS": '"int"',
-    "from vllm_mtpc.bytes import registration; three: int = registration.ARCHITECTURES": '"dict[str, str]"',
+    "from vllm_mtpc.models import registration; three: int = registration.ARCHITECTURES": '"dict[str, str]"',
     "from vllm_mtpc.proposers.patches import patch; four: int = patch.applied": '"dict[str, Patch]"',
 }
 

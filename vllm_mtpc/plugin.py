@@ -12,7 +12,7 @@ def register() -> None:
     logged, and reported when a head is loaded.
     """
     try:
-        from vllm_mtpc.bytes import registration
+        from vllm_mtpc.models import registration
         from vllm_mtpc.proposers.patches import install
 
         install()

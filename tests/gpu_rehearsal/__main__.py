@@ -40,6 +40,7 @@ def rehearse(made: Any, args: argparse.Namespace) -> int:
     for report in reports:
         name = Path(report.head).name
         if args.json:
+            args.json.mkdir(parents=True, exist_ok=True)
             (args.json / f"{name}.json").write_text(json.dumps(vars(report), indent=1))
         for one in sorted(report.findings, key=lambda one: (not one["ours"], one["kind"])):
             if one["matters"]:

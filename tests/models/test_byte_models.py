@@ -14,9 +14,9 @@ from tests.support.byte_llama_reference import Reference, make_byte_llama, make_
 from tests.support.engine import Call, Engine, run
 from tests.support.heads import ask_twice, check_greedy, check_twice, fit_head
 from tests.support.models import random_layers
-from vllm_mtpc.bytes.hooks import check_limits
 from vllm_mtpc.engine.server import run_server
 from vllm_mtpc.errors import ServeConfigError
+from vllm_mtpc.models.hooks import check_limits
 
 MODELS = ("evabyte", "byte_llama")
 COUNT = 30

@@ -14,13 +14,13 @@ from torch import Tensor
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_mtpc.bytes import hooks
-from vllm_mtpc.bytes.evabyte import attend as module
-from vllm_mtpc.bytes.evabyte import attention
-from vllm_mtpc.bytes.evabyte.attend import attend, attend_paged, write_summaries, write_tokens
-from vllm_mtpc.bytes.evabyte.attention import EvaPlanBuilder, SummaryPlanBuilder
-from vllm_mtpc.bytes.evabyte.config import GPU_BLOCK
-from vllm_mtpc.bytes.evabyte.plan import EvaPlan, SummaryPlan, make_plan, make_summary_plan
+from vllm_mtpc.models import hooks
+from vllm_mtpc.models.evabyte import attend as module
+from vllm_mtpc.models.evabyte import attention
+from vllm_mtpc.models.evabyte.attend import attend, attend_paged, write_summaries, write_tokens
+from vllm_mtpc.models.evabyte.attention import EvaPlanBuilder, SummaryPlanBuilder
+from vllm_mtpc.models.evabyte.config import GPU_BLOCK
+from vllm_mtpc.models.evabyte.plan import EvaPlan, SummaryPlan, make_plan, make_summary_plan
 
 WINDOW, CHUNK, HEADS, SIZE = 32, 4, 2, 8
 BLOCK, LONGEST = 16, 112  # of summaries, in tokens; positions at most

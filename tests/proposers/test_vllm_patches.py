@@ -23,8 +23,8 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from tests.support.configs import engine_config
 from vllm_mtpc import demo, plugin
-from vllm_mtpc.bytes import registration
 from vllm_mtpc.errors import ServeConfigError
+from vllm_mtpc.models import registration
 from vllm_mtpc.proposers.options import versions
 from vllm_mtpc.proposers.patches import patch, scheduler, vllm_patches, worker
 from vllm_mtpc.proposers.v1.model_runner_v1 import HeadModelRunner as runner_v1
@@ -168,8 +168,8 @@ REGISTERED = (
     ".proposers",
     ".proposers.patches",
     ".proposers.options",
-    ".bytes",
-    ".bytes.registration",
+    ".models",
+    ".models.registration",
 )
 REGISTERED += tuple(f".proposers.patches.{name}" for name in ("patch", "vllm_patches"))
 REGISTERED += tuple(f".proposers.options.{name}" for name in ("switches", "versions"))

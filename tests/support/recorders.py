@@ -204,8 +204,8 @@ def poisoned(early: int = 0) -> Patches:
     return {
         f"{pool}.get_new_blocks": new,
         f"{pool}.free_blocks": free,
-        "vllm_mtpc.bytes.paged_cache.PagedCache.bind_kv_cache": bind,
-        "vllm_mtpc.bytes.evabyte.window.WindowManager.get_num_skipped_tokens": skipped,
+        "vllm_mtpc.models.paged_cache.PagedCache.bind_kv_cache": bind,
+        "vllm_mtpc.models.evabyte.window.WindowManager.get_num_skipped_tokens": skipped,
     }
 
 

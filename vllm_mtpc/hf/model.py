@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_mtpc.bytes.registration import register_with_transformers
 from vllm_mtpc.errors import UsageError, first_line
 from vllm_mtpc.heads.head import Head
 from vllm_mtpc.hf.attention import IMPLEMENTATIONS, choose_attention, packed_arguments
+from vllm_mtpc.models.registration import register_with_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, LlamaModel, PretrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from vllm_mtpc.bytes.byte_llama.config import TABLE, ByteLlamaConfig, check_byte_llama
-from vllm_mtpc.bytes.byte_llama.suffixes import ABSENT, SuffixTable, build_suffixes
-from vllm_mtpc.bytes.transformers_cache import append_cached, positions_of
+from vllm_mtpc.models.byte_llama.config import TABLE, ByteLlamaConfig, check_byte_llama
+from vllm_mtpc.models.byte_llama.suffixes import ABSENT, SuffixTable, build_suffixes
+from vllm_mtpc.models.transformers_cache import append_cached, positions_of
 
 
 class ByteLlamaModel(LlamaModel):

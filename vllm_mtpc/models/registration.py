@@ -10,8 +10,8 @@ from typing import Any
 from vllm_mtpc.proposers.patches.patch import apply, patch, when_imported
 
 ARCHITECTURES = {
-    "EvaByteForCausalLM": "vllm_mtpc.bytes.evabyte.vllm_model:EvaByteForCausalLM",
-    "TPULlamaForCausalLM": "vllm_mtpc.bytes.byte_llama.vllm_model:ByteLlamaForCausalLM",
+    "EvaByteForCausalLM": "vllm_mtpc.models.evabyte.vllm_model:EvaByteForCausalLM",
+    "TPULlamaForCausalLM": "vllm_mtpc.models.byte_llama.vllm_model:ByteLlamaForCausalLM",
 }
 
 
@@ -21,7 +21,7 @@ def try_get_generation_config(original: Callable[..., Any], self: Any) -> dict[s
     values = original(self)
     if getattr(self.hf_config, "model_type", None) != "tpu_llama":
         return values
-    from vllm_mtpc.bytes.byte_llama.config import known_ids
+    from vllm_mtpc.models.byte_llama.config import known_ids
 
     ids = {"bos_token_id", "eos_token_id", "pad_token_id"} & values.keys()
     return values | {name: known_ids(values[name], self.hf_config.vocab_size) for name in ids}
@@ -43,8 +43,8 @@ def register_with_transformers() -> None:
     """Register everything with transformers, for training and evaluation; a second call has no effect."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from vllm_mtpc.bytes.byte_llama.transformers_model import ByteLlamaForCausalLM
-    from vllm_mtpc.bytes.evabyte.transformers_model import EvaByteForCausalLM
+    from vllm_mtpc.models.byte_llama.transformers_model import ByteLlamaForCausalLM
+    from vllm_mtpc.models.evabyte.transformers_model import EvaByteForCausalLM
 
     for model in (ByteLlamaForCausalLM, EvaByteForCausalLM):
         AutoConfig.register(model.config_class.model_type, model.config_class, exist_ok=True)
@@ -70,8 +70,8 @@ def _models() -> None:
 def _configs() -> None:
     from vllm.transformers_utils import config as module
 
-    from vllm_mtpc.bytes.byte_llama.config import ByteLlamaConfig
-    from vllm_mtpc.bytes.evabyte.config import EvaByteConfig
+    from vllm_mtpc.models.byte_llama.config import ByteLlamaConfig
+    from vllm_mtpc.models.evabyte.config import EvaByteConfig
 
     for config in (ByteLlamaConfig, EvaByteConfig):
         module._CONFIG_REGISTRY[config.model_type] = config
@@ -80,7 +80,7 @@ def _configs() -> None:
 def _hooks() -> None:
     from vllm.model_executor.models import config as module
 
-    from vllm_mtpc.bytes.hooks import ByteLlamaHook, EvaByteHook
+    from vllm_mtpc.models.hooks import ByteLlamaHook, EvaByteHook
 
     module.MODELS_CONFIG_MAP.update(EvaByteForCausalLM=EvaByteHook, TPULlamaForCausalLM=ByteLlamaHook)
 
@@ -88,7 +88,7 @@ def _hooks() -> None:
 def _tokenizer() -> None:
     from transformers import AutoTokenizer
 
-    from vllm_mtpc.bytes.evabyte.config import EvaByteConfig
-    from vllm_mtpc.bytes.evabyte.tokenizer import EvaByteTokenizer
+    from vllm_mtpc.models.evabyte.config import EvaByteConfig
+    from vllm_mtpc.models.evabyte.tokenizer import EvaByteTokenizer
 
     AutoTokenizer.register(EvaByteConfig, fast_tokenizer_class=EvaByteTokenizer, exist_ok=True)

@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
 from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
 from vllm.model_executor.utils import set_weight_attrs
 
-from vllm_mtpc.bytes.evabyte.attention import EvaAttention
+from vllm_mtpc.models.evabyte.attention import EvaAttention
 
 
 class EvaByteAttention(LlamaAttention):

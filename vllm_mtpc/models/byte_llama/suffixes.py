@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vllm_mtpc.bytes.byte_llama.config import TABLE
 from vllm_mtpc.errors import CheckpointError
+from vllm_mtpc.models.byte_llama.config import TABLE
 
 _BASE = 0x5851F42D4C957F2D  # an odd multiplier; powers wrap modulo 2**64
 ABSENT = -1  # before the first token of a text

@@ -8,9 +8,9 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 
-from vllm_mtpc.bytes.byte_llama.config import check_byte_llama
-from vllm_mtpc.bytes.evabyte.config import GPU_BLOCK, check_evabyte
 from vllm_mtpc.errors import ServeConfigError
+from vllm_mtpc.models.byte_llama.config import check_byte_llama
+from vllm_mtpc.models.evabyte.config import GPU_BLOCK, check_evabyte
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

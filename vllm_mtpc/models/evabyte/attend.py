@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from vllm.platforms import current_platform
 
-from vllm_mtpc.bytes.evabyte.plan import EvaPlan, SummaryPlan
+from vllm_mtpc.models.evabyte.plan import EvaPlan, SummaryPlan
 
 PAGE = 16  # FlashAttention takes pages of a multiple of 16 entries
 

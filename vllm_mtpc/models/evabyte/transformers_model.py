@@ -19,8 +19,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_rotary_pos_emb
 
-from vllm_mtpc.bytes.evabyte.config import EvaByteConfig, check_evabyte
-from vllm_mtpc.bytes.transformers_cache import append_cached, positions_of
+from vllm_mtpc.models.evabyte.config import EvaByteConfig, check_evabyte
+from vllm_mtpc.models.transformers_cache import append_cached, positions_of
 
 
 class Reads(NamedTuple):

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from vllm_mtpc.bytes.evabyte.config import DEFAULT_EOS
+from vllm_mtpc.models.evabyte.config import DEFAULT_EOS
 
 SPECIAL_TOKENS = (
     *("<pad>", "<bos>", "<eos>", "<unk>", "<sep>", "<repo_name>", "<file_sep>", "<t2v_token>", "<v2t_token>"),

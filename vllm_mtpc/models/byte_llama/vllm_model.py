@@ -23,9 +23,9 @@ from vllm.sequence import IntermediateTensors
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 
-from vllm_mtpc.bytes.byte_llama.config import TABLE
-from vllm_mtpc.bytes.byte_llama.suffixes import ABSENT, build_suffixes
-from vllm_mtpc.bytes.paged_cache import PagedCache, PlanBackend
+from vllm_mtpc.models.byte_llama.config import TABLE
+from vllm_mtpc.models.byte_llama.suffixes import ABSENT, build_suffixes
+from vllm_mtpc.models.paged_cache import PagedCache, PlanBackend
 
 
 class Lookback(NamedTuple):

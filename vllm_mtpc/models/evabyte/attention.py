@@ -25,11 +25,11 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from vllm_mtpc.bytes.evabyte import attend
-from vllm_mtpc.bytes.evabyte.config import GPU_BLOCK
-from vllm_mtpc.bytes.evabyte.plan import EvaPlan, SummaryPlan, make_plan, make_summary_plan
-from vllm_mtpc.bytes.evabyte.window import WindowSpec, frees_windows
-from vllm_mtpc.bytes.paged_cache import PagedCache, PlanBackend
+from vllm_mtpc.models.evabyte import attend
+from vllm_mtpc.models.evabyte.config import GPU_BLOCK
+from vllm_mtpc.models.evabyte.plan import EvaPlan, SummaryPlan, make_plan, make_summary_plan
+from vllm_mtpc.models.evabyte.window import WindowSpec, frees_windows
+from vllm_mtpc.models.paged_cache import PagedCache, PlanBackend
 
 
 class _StepBuilder(AttentionMetadataBuilder[Any]):
