@@ -119,13 +119,13 @@ def parts() -> str:
 
 
 def circuits() -> str:
-    """Return the table of circuits and leaves on trunk mlp, on own and on unseen text."""
+    """Return the table of heads on a real vocabulary, on own and on unseen text."""
     lines = []
     texts = {"own_t1": "own, T=1", "own_t0": "own, T=0", "unseen_t1": "Spec-Bench, T=1", "unseen_t0": "Spec-Bench, T=0"}
     for row in content("smollm2-circuits")["rows"]:
         shown = [f"{cell(row[t], 3)} ({row[t]['gain'][0]:+.3f} ± {row[t]['gain'][1]:.3f})" for t in texts]
-        lines.append([row["name"].removeprefix("mlp "), millions(row["parameters"]), *shown])
-    return table("circuit, leaves", lines, ["parameters", *texts.values()])
+        lines.append([row["name"], str(row["seed"]), millions(row["parameters"]), *shown])
+    return table("trunk, circuit, leaves|seed", lines, ["parameters", *texts.values()])
 
 
 def served(name: str, decodings: Mapping[str, str]) -> str:
