@@ -6,6 +6,10 @@ folders of ``python -m benchmarks.own_text``: the target's own answers with its 
 step has one set of windows and one set of the target's distributions, which all cells are trained on, so that
 differences between cells are paired. FOLDER has a state of all cells, which an interrupted run continues with.
 
+Where a trunk reads more than the last states (lora, backbone), the target runs over rows, prompts included, and
+`ROW_STEPS` steps of windows are drawn from each block of rows. ``apart`` of a cell: its components start so many times
+further apart.
+
 A cell is measured along texts that the target wrote at T=1, and along its greedy texts: tokens/step, and its difference
 to the cell that ``against`` names, with the standard error over texts. ``given``: P(draft k is accepted, given that the
 drafts before it were), k = 1, 2, ...
@@ -17,12 +21,14 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -39,7 +45,8 @@ from vllm_mtpc.heads.head import Head
 from vllm_mtpc.hf import Target
 from vllm_mtpc.progress import Bar
 from vllm_mtpc.report import check_file, print_table, write_json
-from vllm_mtpc.train.losses import step_loss
+from vllm_mtpc.train.cache import Computed
+from vllm_mtpc.train.losses import CircuitModule, step_loss
 from vllm_mtpc.train.memory import keep_freed_memory
 from vllm_mtpc.train.options import TrainOptions, parse
 from vllm_mtpc.train.run import read_target, with_defaults
@@ -48,6 +55,7 @@ from vllm_mtpc.train.windows import Windows, WindowSource, window_states
 
 PROG = "python -m benchmarks.grid"
 SAVE_STEPS = 100
+ROW_STEPS = 2
 
 
 @dataclass
@@ -56,16 +64,29 @@ class Cell:
 
     name: str
     options: TrainOptions
-    head: Head
+    model: CircuitModule
     optimizer: torch.optim.Optimizer
+    layers: list[int]  # of the target that the trunk reads besides the last states; of lora, the one it starts at
     seconds: float = 0.0
+
+    @property
+    def head(self) -> Head:
+        return self.model.head
+
+    def rows(self, hidden: Tensor, document: Tensor | None, layers: Sequence[int], size: int) -> Tensor:
+        """Return what the trunk reads of rows [R, S, m D + D + 1] with the states of `layers`."""
+        parts = dict(zip([*layers, None], hidden[..., :-1].split(size, -1), strict=True))
+        if self.model.layers is not None:
+            return self.model.layers.draft(parts[self.layers[0]], document)
+        return torch.cat([parts[layer] for layer in (*self.layers, None)], -1) if self.layers else parts[None]
 
 
 class Text(NamedTuple):
     """An answer of the target."""
 
-    tokens: Tensor  # [T] int64: the last token of the prompt, then the answer
-    states: Tensor  # [T - 1, D + 1], the states that predict the answer, and the log-sums of their logits
+    tokens: Tensor  # [T] int64: prompt and answer
+    prompt: int  # tokens of the prompt
+    states: Tensor  # [T - prompt, D + 1], the states that predict the answer, and the log-sums of their logits
     temperature: float
     conversation: tuple[str, int]
 
@@ -76,9 +97,11 @@ class Recorded:
 
     rows: Rows
     states: Tensor  # [N, S, D + 1]
+    target: Target
+    layers: Sequence[int] = ()  # whose states the target computes, before the recorded ones
 
     @classmethod
-    def of(cls, texts: list[Text], seq_len: int) -> Recorded:
+    def of(cls, texts: list[Text], seq_len: int, target: Target) -> Recorded:
         """Pack texts in their order."""
         shape = -(-sum(len(text.tokens) for text in texts) // seq_len) + len(texts), seq_len
         tokens, document = torch.zeros(shape, dtype=torch.int32), torch.full(shape, -1, dtype=torch.int32)
@@ -87,16 +110,19 @@ class Recorded:
         for number, text in enumerate(texts):
             length = len(text.tokens)
             row, end = (row, end) if end + length <= seq_len else (row + 1, 0)
-            at = slice(end, end + length)
-            tokens[row, at], document[row, at], trained[row, end + 1 : end + length] = text.tokens.int(), number, True
-            states[row, end : end + length - 1] = text.states
-            end += length
+            at, end, answer = slice(end, end + length), end + length, end + text.prompt
+            tokens[row, at], document[row, at], trained[row, answer:end] = text.tokens.int(), number, True
+            states[row, answer - 1 : end - 1] = text.states
         kept = slice(0, row + 1)
-        return cls(Rows(tokens[kept], document[kept], trained[kept]), states[kept])
+        return cls(Rows(tokens[kept], document[kept], trained[kept]), states[kept], target)
 
     def hidden(self, row_indices: Tensor) -> Tensor:
-        """Return the states of rows."""
-        return self.states[row_indices]
+        """Return the states of rows, [B, S, m D + D + 1]."""
+        states = self.states[row_indices]
+        if not self.layers:
+            return states
+        read = Computed(self.target, self.rows, layers=self.layers).hidden(row_indices)
+        return torch.cat([read[..., : -self.target.hidden_size], states], -1)
 
 
 def read_texts(folder: Path, hidden_size: int) -> list[Text]:
@@ -107,9 +133,9 @@ def read_texts(folder: Path, hidden_size: int) -> list[Text]:
         record = json.loads(line)
         place = slice(first, first := first + len(record["response_ids"]))
         both = np.concatenate([states[place].astype(np.float32), norms[place, None]], 1)
-        tokens = torch.tensor([record["prompt_ids"][-1], *record["response_ids"]])
+        tokens, prompt = torch.tensor([*record["prompt_ids"], *record["response_ids"]]), len(record["prompt_ids"])
         place_of = str(folder), record["conversation"]
-        texts.append(Text(tokens, torch.from_numpy(both), record["temperature"], place_of))
+        texts.append(Text(tokens, prompt, torch.from_numpy(both), record["temperature"], place_of))
     return texts
 
 
@@ -138,12 +164,14 @@ def run(args: argparse.Namespace) -> int:
     measured = {"own": [text for text in texts if text.conversation in last]}
     if args.unseen:
         measured["unseen"] = read_texts(args.unseen, target.hidden_size)
-    texts = [text for text in texts if text.conversation not in last]
-    rows = (source := Recorded.of(texts, options.seq_len or 1024)).rows
-    chosen = args.cells or plan["cells"]
-    cells = [build(name, common | (plan["cells"][name] or {}), target, rows) for name in chosen]
-    steps = train(cells, options, target, source, args.runs)
-    results = measure(cells, plan.get("against"), measured, target)
+    seq_len = options.seq_len or 1024
+    texts = [text for text in texts if text.conversation not in last and len(text.tokens) <= seq_len]
+    rows = (source := Recorded.of(texts, seq_len, target)).rows
+    chosen = {name: common | (plan["cells"][name] or {}) for name in args.cells or plan["cells"]}
+    cells = [build(name, values, target, rows) for name, values in chosen.items()]
+    source.layers = sorted({layer for cell in cells for layer in cell.layers})
+    steps = train(cells, options, source, args.runs)
+    results = measure(cells, plan.get("against"), measured, source)
     names = [f"{name}_t{t}" for name in measured for t in (1, 0)]
     table = [[row["name"], f"{row['parameters'] / 1e6:.2f}M", *(shown(row[name]) for name in names)] for row in results]
     print_table(plan["title"], ("head", "parameters", *names), table)
@@ -163,25 +191,37 @@ def kept_rows(file: Path, commit: str, rows: list[dict[str, Any]]) -> list[dict[
 
 def build(name: str, values: dict[str, Any], target: Target, rows: Rows) -> Cell:
     """Return an untrained cell."""
+    apart = values.pop("apart", 1)
     options = with_defaults(parse(values, f"cell {name}"))
     trainer = options.trainer(options, target, Accelerator(cpu=True), rows)
-    trained = [value for value in trainer.head.parameters() if value.requires_grad]
-    return Cell(name, options, trainer.head, torch.optim.AdamW(trained, betas=BETAS, weight_decay=0.0, fused=True))
+    if apart != 1:
+        leaves = trainer.head.leaves
+        with torch.no_grad():
+            getattr(leaves, "component_out" if leaves.component_rank else leaves.noise_in).mul_(apart)
+    entry = trainer.config.lora_layers
+    layers = [target.config.num_hidden_layers - entry] if entry else list(trainer.head.trunk.aux_layers)
+    trained = [value for value in trainer.model.parameters() if value.requires_grad]
+    optimizer = torch.optim.AdamW(trained, betas=BETAS, weight_decay=0.0, fused=True)
+    return Cell(name, options, trainer.model, optimizer, layers)
 
 
-def train(cells: list[Cell], options: TrainOptions, target: Target, source: Recorded, folder: Path) -> int:
+def train(cells: list[Cell], options: TrainOptions, source: Recorded, folder: Path) -> int:
     """Train all cells for the steps of `options`; return their number."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "cells.pt"
     windows = max(cell.options.window for cell in cells)
     order = WindowSource(source, windows, options.windows_per_step, options.block_rows or 256, options.seed)
+    if source.layers:
+        share = ROW_STEPS * options.windows_per_step / (options.block_rows or 256) / order.per_row.float().mean()
+        order.starts &= torch.rand(order.starts.shape, generator=torch.Generator().manual_seed(options.seed)) < share
+        order.per_row = order.starts.sum(1)
     steps = options.max_steps or int(order.steps_per_epoch() * (options.epochs or 1))
     first = load(cells, file)
     with Bar(total=steps, initial=first, desc="grid", unit="step") as bar, open(folder / "losses.jsonl", "a") as log:
         batches = order.batches(first)
         for step in range(first, steps):
             batch = next(batches)
-            losses = train_step(cells, batch, target, step, steps)
+            losses = train_step(cells, batch, source, step, steps)
             if (step + 1) % 10 == 0:
                 log.write(json.dumps({"step": step + 1, "losses": losses}) + "\n")
                 log.flush()
@@ -191,12 +231,15 @@ def train(cells: list[Cell], options: TrainOptions, target: Target, source: Reco
     return steps
 
 
-def train_step(cells: list[Cell], batch: Windows, target: Target, step: int, steps: int) -> dict[str, float]:
+def train_step(cells: list[Cell], batch: Windows, source: Recorded, step: int, steps: int) -> dict[str, float]:
     """Take a step of every cell on the same windows; return the losses."""
     longest, losses, shared = batch.tokens.shape[1], {}, dict[int, Tensor]()
-    hidden, norms = batch.hidden[..., :-1], batch.hidden[..., -1:]
+    target, size = source.target, source.target.hidden_size
+    order = (batch.row * batch.hidden.shape[1] + batch.start).argsort()
+    batch = batch.each(lambda value: value[order])  # by row, as backbones read them
+    last, norms = batch.hidden[..., -1 - size : -1], batch.hidden[..., -1:]
     with torch.no_grad():
-        states = window_states(hidden, batch.row, batch.start, longest)
+        states = window_states(last, batch.row, batch.start, longest)
         own = window_states(norms, batch.row, batch.start, longest)
         for cell in cells:
             if cell.head.columns not in shared:
@@ -207,12 +250,12 @@ def train_step(cells: list[Cell], batch: Windows, target: Target, step: int, ste
         for group in cell.optimizer.param_groups:
             group["lr"] = learning_rate(cell.options, step, steps)
         tokens, log_p = batch.tokens[:, :n], shared[cell.head.columns][:, skip:n]
-        places = hidden, batch.document, batch.row, batch.start, tokens[:, 0]
-        read = cell.head.trunk.windows(*places)
+        hidden = cell.rows(batch.hidden, batch.document, source.layers, size)
+        read = cell.head.trunk.windows(hidden, batch.document, batch.row, batch.start, tokens[:, 0])
         values = (lambda some, read=read, cell=cell: read(some).to(cell.head.hidden_dtype)), tokens, batch.counts[:n]
         loss = step_loss(cell.head, *values, lambda some, log_p=log_p: log_p[some], cell.options)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(cell.head.parameters(), MAX_NORM)
+        torch.nn.utils.clip_grad_norm_(cell.model.parameters(), MAX_NORM)
         cell.optimizer.step()
         cell.optimizer.zero_grad()
         cell.seconds += time.perf_counter() - started
@@ -222,7 +265,7 @@ def train_step(cells: list[Cell], batch: Windows, target: Target, step: int, ste
 
 def save(cells: list[Cell], file: Path, step: int) -> None:
     """Write all cells; an interruption leaves the state before."""
-    parts = {c.name: (c.head.state_dict(), c.optimizer.state_dict(), c.seconds) for c in cells}
+    parts = {c.name: (c.model.state_dict(), c.optimizer.state_dict(), c.seconds) for c in cells}
     torch.save({"step": step, "cells": parts}, file.with_suffix(".partial"))
     file.with_suffix(".partial").rename(file)
 
@@ -233,18 +276,19 @@ def load(cells: list[Cell], file: Path) -> int:
         return 0
     kept = torch.load(file, weights_only=True)
     for cell in cells:
-        head, optimizer, cell.seconds = kept["cells"][cell.name]
-        cell.head.load_state_dict(head)
+        model, optimizer, cell.seconds = kept["cells"][cell.name]
+        cell.model.load_state_dict(model)
         cell.optimizer.load_state_dict(optimizer)
     return kept["step"]
 
 
 def measure(
-    cells: list[Cell], against: str | None, measured: dict[str, list[Text]], target: Target
+    cells: list[Cell], against: str | None, measured: dict[str, list[Text]], source: Recorded
 ) -> list[dict[str, Any]]:
     """Return a row per cell: its size, seconds and results by texts and their temperature."""
+    target = source.target
     texts = {
-        f"{name}_t{t}": samples_of([text for text in some if text.temperature == t])
+        f"{name}_t{t}": samples_of([text for text in some if text.temperature == t], target, source.layers)
         for name, some in measured.items()
         for t in (1, 0)
     }
@@ -253,6 +297,10 @@ def measure(
     for cell in Bar(order, desc="measured", unit="head"):
         results = {}
         for name, samples in texts.items():
+            if samples.draft is not None:
+                with torch.inference_mode():
+                    read = cell.rows(samples.draft, None, source.layers, target.hidden_size)
+                samples = replace(samples, draft=read)
             contexts = collect(cell.head, target, samples, Sampling(float(name[-1])))
             found, alive = summarise(contexts), contexts.overlap
             starts = step_starts(contexts.text, contexts.valid)
@@ -264,7 +312,7 @@ def measure(
                 "given": [k / max(before, 1e-9) for k, before in zip(found.per_position, ahead, strict=True)],
                 "gain": paired(sums, base[name]), "coverage": found.coverage, "texts": found.sequences,
             }  # fmt: skip
-        parameters = sum(value.numel() for value in cell.head.parameters())
+        parameters = sum(value.numel() for value in cell.model.parameters() if value.requires_grad)
         rows.append({"name": cell.name, "parameters": parameters, "seconds": round(cell.seconds, 1), **results})
     return rows
 
@@ -279,12 +327,16 @@ def paired(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> list[flo
     return [values[0] - values[1], spread / len(residuals[0]) ** 0.5]
 
 
-def samples_of(texts: list[Text]) -> Samples:
-    """Return texts as the evaluator reads them."""
+def samples_of(texts: list[Text], target: Target, layers: Sequence[int]) -> Samples:
+    """Return texts as the evaluator reads them; with layers, `draft` has the states that `Recorded.hidden` has."""
     tokens = pad_sequence([text.tokens for text in texts], True, -1)
-    hidden = pad_sequence([text.states[:, :-1] for text in texts], True)
-    lengths = torch.tensor([len(text.tokens) for text in texts])
-    return Samples(tokens, hidden, torch.ones_like(lengths), lengths)
+    hidden = pad_sequence([F.pad(text.states[:, :-1], (0, 0, text.prompt - 1, 0)) for text in texts], True)
+    prompts, lengths = (torch.tensor(sizes) for sizes in zip(*((t.prompt, len(t.tokens)) for t in texts), strict=True))
+    if not layers:
+        return Samples(tokens, hidden, prompts, lengths)
+    parts = tokens.clamp(min=0).split(target.rows_at_once)
+    states = torch.cat([target.hidden_with(layers, part)[:, :-1] for part in parts])
+    return Samples(tokens, hidden, prompts, lengths, draft=F.pad(states, (0, 1)))
 
 
 def shown(result: dict[str, Any]) -> str:
