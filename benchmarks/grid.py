@@ -55,7 +55,7 @@ from vllm_mtpc.train.windows import Windows, WindowSource, window_states
 
 PROG = "python -m benchmarks.grid"
 SAVE_STEPS = 100
-ROW_STEPS = 2
+ROW_STEPS = 4
 
 
 @dataclass
