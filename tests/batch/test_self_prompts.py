@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 
 from benchmarks.demo.byte_target import build_tokenizer
 from tests.support.models import make_target
@@ -47,14 +49,14 @@ class Target:
     def __init__(self, say: Callable[[bool, int, int], Any] = lambda *_: None, stop: int = 0) -> None:
         self.say, self.stop, self.asked = say, stop, []
 
-    def ask(self, prompt: list[int], seed: int, **sampling: Any) -> tuple[list[int], str]:
+    def ask(self, prompt: list[int], seed: int, sampling: dict[str, Any]) -> tuple[list[int], str]:
         self.asked.append((bytes(prompt[-12:]) if END not in prompt[-12:] else b"", seed, sampling))
         is_user = sampling.get("max_tokens") == 256
         return self.say(is_user, len(self.asked), seed) or ([*f" {seed} ".encode(), END], "stop")
 
     def __call__(self, options: Any, requests: list[Any], *_: Any) -> Iterator[Any]:
         for number, request in enumerate(requests, 1):
-            yield request.answer(self.ask)
+            yield module.answer_of(self.ask, request)
             if number == self.stop:
                 raise KeyboardInterrupt
 
@@ -127,6 +129,25 @@ def test_interrupted_run_continues_with_the_same_text(run, tmp_path, stop):
     assert finished.asked == []  # dropped conversations are not asked for again
     assert run(Target(say), "longer", count=23)[: len(whole)] == whole
     assert not {row["id"] for row in run(Target(say), "other", seed=1)} & {row["id"] for row in whole}
+
+
+def test_running_target_writes_the_same_conversations(run, monkeypatch):
+    """Turn by turn for some conversations at a time, in groups of the same sampling."""
+
+    def say(is_user: bool, count: int, seed: int) -> Any:
+        return None if seed % 5 else ([1], "length")
+
+    whole, target = run(Target(say), "whole", count=20), Target(say)
+
+    def respond(prompts, sampling, seeds):
+        assert sampling["top_k"] in (0, 3) and len(prompts) <= 7
+        for prompt, seed in zip(prompts, seeds, strict=True):
+            ids, reason = target.ask(prompt, seed, sampling)
+            yield [*prompt, *ids], None, reason
+
+    monkeypatch.setattr(module, "ROUND", 7)
+    rows = run(lambda options, requests, *_: module._responses(requests, {"top_k": 3}, respond), count=20)
+    assert sorted(rows, key=str) == sorted(whole, key=str)
 
 
 def test_second_turn_is_written_where_an_interruption_cut_it(run, tmp_path):
@@ -210,12 +231,15 @@ def test_target_that_cannot_begin_is_refused(run, tmp_path):
 def test_train_writes_conversations_without_data(monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr("vllm_mtpc.batch.regenerate.regenerate", lambda values, _: asked.append(values) or values.out)
-    values = {"target": "t", "out": tmp_path, "prompts": "self"}
+    monkeypatch.setattr("vllm_mtpc.hf.model.target_config", lambda _: LlamaConfig())
+    monkeypatch.setattr("vllm_mtpc.train.run.read_target", lambda *_: served)
+    values, served = {"target": "t", "out": tmp_path, "prompts": "self"}, SimpleNamespace(respond=None)
     trained, target = command.with_responses(parse(values))
     assert trained.data == [str(tmp_path / "data" / "self.jsonl")] and target is None
     command.with_responses(parse(values | {"head": "ptp", "regenerate": 9, "temperature": 0.7}))
     assert [(found.limit, found.data) for found in asked] == [(20_000, []), (9, [])]
     assert [found.temperatures for found in asked] == [(0.6, 0.8, 1.0, 0.0), (0.7,)]  # PTP: sampled as trained
+    assert command.with_responses(parse(values | {"states": "vllm"}))[1] is served  # it keeps the states
     for wrong in ({"target": "t", "out": "o"}, values | {"regenerate": 0}):
         with pytest.raises(UsageError, match="data is missing; type --data NAMES, or --prompts self"):
             parse(wrong)

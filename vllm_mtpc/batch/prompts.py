@@ -6,7 +6,7 @@ import hashlib
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import cache
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 Messages = list[dict[str, Any]]
 Prompt = tuple[tuple[int, ...], Messages | None]  # token ids; the conversation they render
+# Asks for texts by token ids, a seed and sampling; is sent their ids and why they ended, None: no room; returns a value
+Turns = Generator[tuple[list[int], int, dict[str, Any]], tuple[list[int], str | None], dict[str, Any]]
 
 
 class Request(NamedTuple):
@@ -30,9 +32,9 @@ class Request(NamedTuple):
     prompt_ids: list[int]
     messages: Messages | None
 
-    def answer(self, ask: Callable[..., tuple[list[int], str | None]]) -> dict[str, Any]:
-        """Return the answer of a target; one without `response_ids` had no room."""
-        tokens, reason = ask(self.prompt_ids, int(self.id[:8], 16))
+    def turns(self) -> Turns:
+        """Ask for the response; return the answer. One without `response_ids` had no room."""
+        tokens, reason = yield self.prompt_ids, int(self.id[:8], 16), {}
         return {"id": self.id, **({"response_ids": tokens, "finish_reason": reason} if reason else {})}
 
     def line(self, answer: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:

@@ -6,9 +6,10 @@ import argparse
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -29,6 +30,7 @@ Respond = Callable[[list[list[int]], dict[str, Any], list[int]], Iterable[tuple[
 
 IN_FLIGHT = 512  # requests at the engine
 WAVE = 16  # answers that are written at once
+ROUND = 256  # requests that a running target answers before the next ones
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,6 +105,36 @@ def regenerate(options: RegenerateOptions, respond: Respond | None = None) -> Pa
     return options.out
 
 
+def answer_of(ask: Callable[..., tuple[list[int], str | None]], request: Any) -> dict[str, Any]:
+    """Return the answer of a request whose texts `ask` writes, one after the other."""
+    turns = request.turns()
+    asked = next(turns)
+    while True:
+        try:
+            asked = turns.send(ask(*asked))
+        except StopIteration as done:
+            return done.value
+
+
+def _responses(requests: list[Any], sampling: dict[str, Any], respond: Respond) -> Iterator[dict[str, Any]]:
+    """Yield the answers of a running target, which writes turn by turn for ROUND requests at a time."""
+    for first in range(0, len(requests), ROUND):
+        turns = [request.turns() for request in requests[first : first + ROUND]]
+        asked = {one: next(one) for one in turns}
+        while asked:
+            alike: dict[str, list[Any]] = {}
+            for one, (_, _, changes) in asked.items():
+                alike.setdefault(str(changes), []).append(one)
+            for group in alike.values():
+                prompts, seeds, changes = zip(*(asked.pop(one) for one in group), strict=True)
+                found = respond(list(prompts), {**sampling, **changes[0]}, list(seeds))
+                for one, prompt, (tokens, _, reason) in zip(group, prompts, found, strict=True):
+                    try:
+                        asked[one] = one.send((tokens[len(prompt) :], reason))
+                    except StopIteration as done:
+                        yield done.value
+
+
 def _answers(
     options: RegenerateOptions, requests: list[Any], has_tokenizer: bool, respond: Respond | None
 ) -> Generator[dict[str, Any], None, None]:
@@ -110,19 +142,14 @@ def _answers(
     log = options.out.with_name(options.out.name + ".log")
     engine, sampling = options.arguments(has_tokenizer)
     if respond is not None:
-        prompts = [request.prompt_ids for request in requests]
-        seeds = [int(request.id[:8], 16) for request in requests]
-        found = respond(prompts, sampling, seeds)
-        for request, (tokens, _, reason) in zip(requests, found, strict=True):
-            response = {"response_ids": tokens[len(request.prompt_ids) :], "finish_reason": reason}
-            yield {"id": request.id, **(response if reason else {})}
+        yield from _responses(requests, sampling, respond)
         return
     pool = ThreadPoolExecutor(IN_FLIGHT)
     try:
         with run_server(serve_arguments({**OWN_SAMPLING, **engine}), log) as client:
             card = client.model_card()
 
-            def ask(prompt: list[int], seed: int, **changes: Any) -> tuple[list[int], str | None]:
+            def ask(prompt: list[int], seed: int, changes: dict[str, Any]) -> tuple[list[int], str | None]:
                 body = {"model": card["id"], "prompt": prompt, "seed": seed, **sampling, **changes}
                 body["max_tokens"] = min(card["max_model_len"] - len(prompt), body["max_tokens"])
                 if body["max_tokens"] < 1:
@@ -130,7 +157,7 @@ def _answers(
                 (choice,) = client.choices(body)
                 return choice["token_ids"], choice["finish_reason"]
 
-            yield from pool.map(lambda request: request.answer(ask), requests)
+            yield from pool.map(partial(answer_of, ask), requests)
     except EngineFailed as error:
         raise UsageError(
             f"vLLM failed: {error.reason}; its log is {log}; what was answered is kept, run again to continue"

@@ -9,17 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_mtpc.batch.options import RegenerateOptions
-from vllm_mtpc.batch.prompts import Messages, Request
+from vllm_mtpc.batch.prompts import Messages, Request, Turns
 from vllm_mtpc.data.sources import chat_prompt, render_chat, special_ids
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.files import replace_file
-
-Ask = Callable[..., tuple[list[int], str | None]]  # of token ids, a seed and sampling; without a reason: no room
 
 CONTENT = "XQZSENTINELXQZ"  # of a user's turn; the template's text around it is read
 USER_TEMPERATURES, USER_SAMPLING = (0.8, 1.0), {"top_p": 0.95, "top_k": 0, "max_tokens": 256}
@@ -40,8 +37,8 @@ class Conversation:
         """The id of its last answer: if it is there, the conversation is complete."""
         return self.ids[-1]
 
-    def answer(self, ask: Ask) -> dict[str, Any]:
-        return {"id": self.id, **self.writer.write(self, ask)}
+    def turns(self) -> Turns:
+        return {"id": self.id, **(yield from self.writer.write(self))}
 
 
 class SelfPrompts:
@@ -71,7 +68,7 @@ class SelfPrompts:
         self.end = next((token for token in after if token in self.special), None)
         if self.end is None and begin is None:
             raise UsageError(f"target {options.target} has no token that begins a text; type --data NAMES as prompts")
-        self.begin = [begin]
+        self.begin: list[Any] = [begin]
         for number in range(options.limit or 0):
             turns = 1 if self.end is None or number % SECOND_TURN else 2
             names = [f"self:{options.seed}:{number}:{turn}".encode() for turn in range(turns)]
@@ -89,25 +86,25 @@ class SelfPrompts:
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def write(self, conversation: Conversation, ask: Ask) -> dict[str, Any]:
-        """Return the `lines` of a conversation, and in `dropped` why the next one is missing."""
+    def write(self, conversation: Conversation) -> Turns:
+        """Ask for all turns; return the `lines` of a conversation, and in `dropped` why the next one is missing."""
         number = conversation.number
         if self.end is None:
             warm = [one for one in self.temperatures if one] or self.temperatures  # greedy texts would be all the same
-            ids, reason = ask(self.begin, int(conversation.id[:8], 16), temperature=warm[number % len(warm)])
+            ids, reason = yield self.begin, int(conversation.id[:8], 16), {"temperature": warm[number % len(warm)]}
             text = {"id": conversation.id, "prompt_ids": self.begin, "response_ids": ids, "finish_reason": reason}
             return {"lines": [text] if ids else [], "dropped": None if ids else "text empty"}
         messages, lines = Messages(), Messages()
         user = {"temperature": USER_TEMPERATURES[number % 2], **USER_SAMPLING, "stop_token_ids": [self.end]}
         answer = {"temperature": self.temperatures[number // 2 % len(self.temperatures)], "stop_token_ids": [self.end]}
         for id in conversation.ids:
-            ids, reason = ask(self._parts(messages)[0], int(id[:8], 16), **user)
+            ids, reason = yield self._parts(messages)[0], int(id[:8], 16), user
             if fault := self.fault(ids, reason):
                 return {"lines": lines, "dropped": f"user's turn {fault}"}
             content = self.tokenizer.decode(ids, skip_special_tokens=True).strip()
             messages = [*messages, {"role": "user", "content": content}]
             request = Request(id, chat_prompt(messages, self.tokenizer), messages)
-            ids, reason = ask(request.prompt_ids, int(id[8:16], 16), **answer)
+            ids, reason = yield request.prompt_ids, int(id[8:16], 16), answer
             if fault := self.fault(ids, reason):
                 return {"lines": lines, "dropped": f"answer {fault}"}
             lines.append(request.line({"response_ids": ids, "finish_reason": reason}, self.tokenizer))

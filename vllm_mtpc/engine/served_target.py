@@ -90,7 +90,8 @@ class ServedTarget(Target):
         self, prompts: Sequence[list[int]], sampling: Mapping[str, Any], seeds: Sequence[int]
     ) -> Iterator[RecordedText]:
         """Yield the responses to prompts in their order; up to `kept_bytes` of their states are kept for `hidden`."""
-        stops = {} if sampling.get("ignore_eos") else {"stop_token_ids": sorted(self.stop_ids)}  # it has no tokenizer
+        ends = self.stop_ids.union(sampling.get("stop_token_ids", ()))  # the engine has no tokenizer
+        stops = {} if sampling.get("ignore_eos") else {"stop_token_ids": sorted(ends)}
         for found in self.recorder.record(prompts, {**sampling, **stops}, seeds):
             if found.finish_reason and (left := self.kept_bytes - found.states.nbytes) >= 0:
                 self.kept_bytes, self.kept[text_key(found.tokens)] = left, self.columns(found.states, ())

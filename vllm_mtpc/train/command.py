@@ -121,7 +121,7 @@ def with_responses(options: TrainOptions) -> tuple[TrainOptions, Any]:
         ways = {"self": (options.regenerate, {} if options.trainer.greedy_share else sampled)}
         shared |= {"prompts": "self", "max_tokens": OWN_RESPONSE_TOKENS}
     target: Any = None
-    if not (is_own or options.needs_modules) and options.states_of(target_config(options.target)) == "vllm":
+    if not options.needs_modules and options.states_of(target_config(options.target)) == "vllm":
         target = read_target(options, choose_device(options.device))
     files = [
         regenerate(
