@@ -25,7 +25,7 @@ SERVED = {"engine": {"tensor_parallel_size": 2, "download_dir": "/data/hub"}}
 def make(tmp_path: Path, figures: dict, run: dict, **changes: object) -> dict:
     named = {"target": "org/model", "data": ["a.txt"], "out": str(tmp_path / "head"), "learning_rate": 3e-4}
     options = parse({**named, "window": 4, **changes})
-    head = {"circuit": "btree", "window": 4, "num_components": options.num_components, "drafts": 3}
+    head = {"circuit": "btree", "window": 4, "num_components": 32, "drafts": 3}
     head |= {"trunk": options.trunk.get("kind", "none"), "leaves": "own", "draft_vocab_size": options.draft_vocab_size}
     return provenance(options, head, options.verifier or options.target, figures, run)
 

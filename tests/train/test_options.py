@@ -169,9 +169,17 @@ def test_defaults_depend_on_head_and_circuit():
     ptp, circuit = parse(REQUIRED | {"head": "ptp"}), parse(REQUIRED)
     assert (ptp.windows_per_step, ptp.learning_rate, loss_name(ptp)) == (512, 1e-3, "ce")
     assert (circuit.windows_per_step, circuit.learning_rate) == (4096, None)  # None: by the width of the target
-    assert (ptp.variant, circuit.circuit, circuit.num_components) == ("o-ptp", "btree", 32)
-    assert parse(REQUIRED | {"circuit": "ff"}).num_components == 1
+    assert (ptp.variant, circuit.circuit, circuit.components) == ("o-ptp", "btree", None)
     assert loss_name(parse(REQUIRED | {"head": "ptp", "variant": "c-ptp"})) == "kl"
+
+
+def test_sizes_by_vocabulary():
+    def made(vocab_size, circuit):
+        sizes = {"vocab_size": vocab_size, "hidden_size": 8}
+        return CircuitTrainer.head_config(parse(REQUIRED | {"circuit": circuit}), LlamaConfig(), "x", sizes)
+
+    heads = [made(*sizes) for sizes in ((320, "cp"), (49152, "cp"), (320, "ff"))]
+    assert [(head.num_components, head.window) for head in heads] == [(32, 16), (4, 8), (1, 16)]
 
 
 def test_parts_are_those_of_init_from(tmp_path):

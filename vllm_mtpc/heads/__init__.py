@@ -17,3 +17,13 @@ def default_trunk(vocab_size: int) -> str:
 def default_leaves(vocab_size: int) -> str:
     """Return the leaves that are trained where none are named: for many ids the target's lm_head costs less."""
     return "lm_head" if vocab_size > FEW_IDS else "own"
+
+
+def default_window(vocab_size: int) -> int:
+    """Return n of new heads: subwords are harder to predict than bytes."""
+    return 8 if vocab_size > FEW_IDS else 16
+
+
+def default_components(vocab_size: int) -> int:
+    """Return the most latent states that are trained by default: each costs a pass over the ids."""
+    return 4 if vocab_size > FEW_IDS else 32

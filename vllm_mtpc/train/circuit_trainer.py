@@ -10,10 +10,11 @@ from torch import Tensor
 
 from vllm_mtpc.checkpoint import load_head, read_circuit_config, resolve_head, save_head
 from vllm_mtpc.checkpoint.locate import verifier_name
-from vllm_mtpc.circuits import get_circuit
+from vllm_mtpc.circuits import circuit_class, get_circuit
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.data.rows import Rows
 from vllm_mtpc.errors import UsageError
+from vllm_mtpc.heads import default_components, default_window
 from vllm_mtpc.heads.head import build_head
 from vllm_mtpc.heads.init import check_source, init_backbone, init_from_head, init_from_lm_head
 from vllm_mtpc.heads.trunk.lora import LoraDraftLayers
@@ -70,7 +71,7 @@ class CircuitTrainer(Trainer):
 
     @classmethod
     def check(cls, options: TrainOptions) -> None:
-        get_circuit(options.circuit, options.window, options.num_components)
+        get_circuit(options.circuit, options.window or 2, options.components or 1)
         kind = options.trunk.get("kind")
         if options.freeze_trunk and not options.init_from:
             raise ValueError("freeze_trunk needs a trained trunk: set init_from to its head")
@@ -94,12 +95,13 @@ class CircuitTrainer(Trainer):
                 parts[name] = getattr(source, name).model_dump() | given
         if (model := parts["trunk"].get("model")) and not source:
             parts["trunk"]["model"] = verifier_name(model, options.out)
+        most = circuit_class(options.circuit).max_components
         # of a composite model, the sizes of its language model
         target = target.get_text_config().to_dict() | target.to_dict() | sizes
         return HeadConfig.create(
             circuit=options.circuit,
-            num_components=options.num_components,
-            window=options.window,
+            num_components=options.components or min(default_components(sizes["vocab_size"]), most),
+            window=options.window or default_window(sizes["vocab_size"]),
             target=target,
             verifier=verifier,
             num_speculative_tokens=options.num_speculative_tokens,
@@ -109,7 +111,7 @@ class CircuitTrainer(Trainer):
 
     @staticmethod
     def check_start(options: TrainOptions, config: HeadConfig) -> None:
-        if options.freeze_trunk and options.num_components == 1 and not config.leaves.token_rank:
+        if options.freeze_trunk and config.num_components == 1 and not config.leaves.token_rank:
             raise UsageError(
                 f"freeze_trunk with circuit {options.circuit} of one component and no token_rank: nothing is left "
                 "to learn; set components or leaves.token_rank"
@@ -151,7 +153,7 @@ class CircuitTrainer(Trainer):
         facts |= {"drafts": config.num_speculative_tokens}
         facts |= {"partial_start": self.partial_start} if self.partial_start else {}
         record = provenance(self.options, facts, self.verifier, results, run)
-        record["settings"]["num_components"] = self.options.num_components
+        record["settings"]["num_components"] = config.num_components
         dtype = getattr(torch, self.options.dtype)
         adapters = self.layers and self.layers.adapters
         save_head(self.options.out, self.config, self.head, record, head_card(record), dtype, adapters)

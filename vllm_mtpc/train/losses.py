@@ -82,7 +82,7 @@ def chunk_size(options: TrainOptions, head: Head) -> int:
     """Return the number of windows whose logits and backbone states are in memory at the same time."""
     if options.chunk_windows:
         return options.chunk_windows
-    logits = options.window * options.num_components * head.columns * 4 * COPIES
+    logits = head.circuit.window * head.circuit.num_components * head.columns * 4 * COPIES
     return max(1, CHUNK_BYTES // (logits + getattr(head.trunk, "window_bytes", 0)))
 
 
@@ -150,7 +150,7 @@ class CircuitModule(nn.Module):
 
     def read(self, batch: Windows) -> tuple[Reader, Tensor, Tensor, Reader]:
         """Return the reader of the trunk's input, tokens [B, n], counts [n], and the reader of log p_k."""
-        device, window, head = self.target.device, self.options.window, self.head
+        device, window, head = self.target.device, self.head.circuit.window, self.head
         if head.trunk.is_per_position:  # sort by row: chunks then have few rows
             order = (batch.row * batch.hidden.shape[1] + batch.start).argsort()
             batch = batch.each(lambda value: value[order])

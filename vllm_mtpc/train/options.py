@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from vllm_mtpc.circuits import CIRCUITS, circuit_class
+from vllm_mtpc.circuits import CIRCUITS
 from vllm_mtpc.data.sources import is_path
 from vllm_mtpc.engine.options import JsonDict
 from vllm_mtpc.errors import UsageError, validate
@@ -51,8 +51,12 @@ class TrainOptions(BaseModel):
     dtype: Literal["float16", "bfloat16", "float32"] = Field("float16", description="of the weights on disk")
     dry_run: bool = Field(False, description="write the untrained head and stop")
     circuit: str = Field("btree", description=f"one of {', '.join(CIRCUITS)}")
-    window: int = Field(16, ge=2, description="n, tokens of a window, the target's own included")
-    components: int | None = Field(None, ge=1, description="r, latent states (default: 32, or the most a circuit has)")
+    window: int | None = Field(
+        None, ge=2, description="n, tokens of a window, the target's own included (default: 16, 8 above 2,000 ids)"
+    )
+    components: int | None = Field(
+        None, ge=1, description="r, latent states (default: 32, 4 above 2,000 ids, or the most a circuit has)"
+    )
     head: Literal["mtpc", "ptp"] = Field("mtpc", description="family: circuits, or PTP")
     trunk: dict[str, Any] = Field({}, description=_section("trunk", "mlp above 2,000 ids, none below"))
     leaves: dict[str, Any] = Field({}, description=_section("leaves", "lm_head above 2,000 ids, own below"))
@@ -188,11 +192,6 @@ class TrainOptions(BaseModel):
 
     def _other_trainers(self) -> list[Any]:
         return [family.trainer for family in FAMILIES.values() if not issubclass(self.trainer, family.trainer)]
-
-    @property
-    def num_components(self) -> int:
-        """r, the number of components, with its default."""
-        return self.components or min(32, circuit_class(self.circuit).max_components)
 
     @property
     def needs_distribution(self) -> bool:

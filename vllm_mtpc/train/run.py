@@ -19,6 +19,7 @@ from vllm_mtpc.data.rows import PackingReport, Rows, pack, split_validation
 from vllm_mtpc.data.sources import Documents, check_first_records, load_documents, size_of
 from vllm_mtpc.engine.served_target import load_served_target
 from vllm_mtpc.errors import UsageError
+from vllm_mtpc.heads import default_window
 from vllm_mtpc.heads.trunk.drafter import DrafterOptions
 from vllm_mtpc.hf import Target, check_length, choose_device, load_target
 from vllm_mtpc.hf.attention import check_packing
@@ -144,7 +145,7 @@ def read_data(
         held_out = load(options.validation_data, most_bytes=MIN_BYTES)
     else:
         documents, held_out = split_validation(documents, options.seed)
-    assert options.seq_len is not None  # `with_defaults`
+    assert options.seq_len is not None and options.window is not None  # `with_defaults`
     rows, report = pack(documents, options.seq_len, options.window, options.seed)
     log(f"data: {report.tokens:,} tokens of {report.documents:,} documents in {report.rows:,} rows, "
         f"{report.padding:.1%} padding, {report.dropped:,} documents too short")  # fmt: skip
@@ -171,8 +172,9 @@ def with_defaults(options: TrainOptions) -> TrainOptions:
     config = target_config(options.target)
     options.trainer.check_target(options, config)
     text = config.get_text_config()
+    window = options.window or default_window(text.vocab_size)
     if options.evaluation_sequences != 0:
-        check_length(options.target, text, [[0]], options.evaluation_tokens + options.window, "--evaluation-tokens")
+        check_length(options.target, text, [[0]], options.evaluation_tokens + window, "--evaluation-tokens")
     if not options.regenerate:
         check_first_records(names, options.split, tokenizer_if_any(options.target))
     is_divided = int(os.environ.get("WORLD_SIZE", "1")) > 1
@@ -191,4 +193,5 @@ def with_defaults(options: TrainOptions) -> TrainOptions:
     check_folder(options.out)
     rate = (BACKBONE_RATE if options.trunk.get("kind") == "backbone" else RATE_BY_WIDTH) / text.hidden_size
     rate = options.learning_rate or float(f"{rate:.2g}")
-    return options.model_copy(update={"seq_len": options.seq_len or min(SEQ_LEN, longest), "learning_rate": rate})
+    seq_len = options.seq_len or min(SEQ_LEN, longest)
+    return options.model_copy(update={"window": window, "seq_len": seq_len, "learning_rate": rate})

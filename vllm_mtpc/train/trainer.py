@@ -161,7 +161,7 @@ class Trainer(ABC):
         with accelerator.main_process_first():  # the first one writes the cache
             source = self.source(rows)
         block_rows = options.block_rows or self.block_rows(source, world)
-        sizes = options.window, options.windows_per_step, block_rows, options.seed
+        sizes = self.config.window, options.windows_per_step, block_rows, options.seed
         self.windows = WindowSource(source, *sizes, rank, world, self.draw)
         epochs = options.epochs or (0 if options.minutes else 1)
         of_epochs = max(1, int(self.windows.steps_per_epoch() * epochs)) if epochs else UNLIMITED
@@ -290,7 +290,7 @@ class Trainer(ABC):
         """Return the expected tokens/step of the head in the out folder, by temperature, for provenance.json."""
         evaluator, results = attach(self.options.out, self.target), {}
         for name, some in samples.items():
-            found = evaluator.evaluate(some, self.samplings()[name], self.options.window - 1, self.options.seed)
+            found = evaluator.evaluate(some, self.samplings()[name], self.config.window - 1, self.options.seed)
             results[name] = asdict(found.figures)
         return results
 
@@ -335,7 +335,7 @@ class Trainer(ABC):
         with Bar(total=len(texts) * len(ways), desc="held-out continuations", unit="text") as bar:
             for name, sampling in ways.items():
                 generator = torch.Generator(self.target.device).manual_seed(SEEDS[name])
-                more = {"overhang": options.window, "progress": bar.update}
+                more = {"overhang": self.config.window, "progress": bar.update}
                 samples[name] = generate(self.target, texts, options.evaluation_tokens, sampling, generator, **more)
         return samples
 
@@ -349,6 +349,7 @@ def held_out_prompts(options: TrainOptions, target: Target, documents: Documents
     count = SEQUENCES if options.evaluation_sequences is None else options.evaluation_sequences
     if not count:
         return []
+    assert options.window is not None  # `with_defaults`
     texts = prompts(documents, count, PROMPT_TOKENS, options.seed)
     check_length(target.name, target.config, texts, options.evaluation_tokens + options.window, "--evaluation-tokens")
     return texts

@@ -20,6 +20,7 @@ from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.ptp_evaluator import uses_u
 from vllm_mtpc.eval.text import Samples
 from vllm_mtpc.files import read_json
+from vllm_mtpc.heads import default_window
 from vllm_mtpc.heads.ptp.layers import PtpHead
 from vllm_mtpc.heads.ptp.student import Student
 from vllm_mtpc.train.card import head_card, provenance
@@ -51,7 +52,7 @@ class PtpTrainer(Trainer):
         self.baseline = baseline_figures(options)
         if options.init_from:
             self.student.take(load_ptp(resolve_head(options.init_from)))
-        self.draw = partial(draw_numbers, options.window, options.u_beta)
+        self.draw = partial(draw_numbers, self.config.window, options.u_beta)
         self.model = PtpModule(self.student, options)
 
     @classmethod
@@ -70,7 +71,8 @@ class PtpTrainer(Trainer):
             target=text.to_dict() | sizes,
             verifier=verifier,
             lora_alpha=float(options.lora_alpha),
-            **{name: getattr(options, name) for name in (*OF_HEAD, "window", "lora_rank", "num_speculative_tokens")},
+            window=options.window or default_window(text.vocab_size),
+            **{name: getattr(options, name) for name in (*OF_HEAD, "lora_rank", "num_speculative_tokens")},
             **{f"trained_{name}": getattr(options, name) for name in SAMPLING},
         )
 
