@@ -118,7 +118,7 @@ class Recorded:
 
     def hidden(self, row_indices: Tensor) -> Tensor:
         """Return the states of rows, [B, S, m D + D + 1]."""
-        states = self.states[row_indices]
+        states = self.states if len(row_indices) == len(self.states) else self.states[row_indices]
         if not self.layers:
             return states
         read = Computed(self.target, self.rows, layers=self.layers).hidden(row_indices)
@@ -167,6 +167,7 @@ def run(args: argparse.Namespace) -> int:
     seq_len = options.seq_len or 1024
     texts = [text for text in texts if text.conversation not in last and len(text.tokens) <= seq_len]
     rows = (source := Recorded.of(texts, seq_len, target)).rows
+    del texts  # gigabytes
     chosen = {name: common | (plan["cells"][name] or {}) for name in args.cells or plan["cells"]}
     cells = [build(name, values, target, rows) for name, values in chosen.items()]
     source.layers = sorted({layer for cell in cells for layer in cell.layers})
