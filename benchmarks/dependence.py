@@ -32,6 +32,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import DynamicCache
 
+from benchmarks.serve_tables import content
 from vllm_mtpc.cli import guard
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.hf import Target, load_target
@@ -41,6 +42,7 @@ from vllm_mtpc.report import check_file, print_table, write_json
 PROG = "python -m benchmarks.dependence"
 DRAWN, HELD_OUT, IDS, STEPS = 64, 16, 512, 40
 READ = {"all": 0, "64": 64, "32": 32, "16": 16, "4": 4}  # last tokens of a context, x_1 included
+OF_SUBWORDS = ("smollm2-grid", "smollm2-factors", "smollm2-rows", "smollm2-circuits")  # results of trained heads
 FITS = ("1", "2", "4", "16", "4 cp", "1 half", "4 half")
 SETTINGS = {"drawn": DRAWN, "held_out": HELD_OUT, "ids": IDS, "steps": STEPS, "fits": FITS, "read": READ}
 
@@ -183,8 +185,24 @@ def draw_gains(targets: list[dict[str, Any]], file: Path) -> None:
             for (key, label), marker in zip(shown.items(), "^sDo", strict=True):
                 base, gain, error = zip(*((row["1"]["mean"], *row[key]["gain"]) for row in rows), strict=True)
                 axis.errorbar(base, gain, error, marker=marker, label=label)
+            if found := measured(target["name"]):
+                base, gain, error = zip(*found, strict=True)
+                axis.errorbar(base, gain, error, fmt="kx", label="measured, HMM over ff")
             axis.set(title=target["name"], xlabel="tokens/step, factorised", ylabel="gain in tokens/step (%)")
         axes[0].legend()
+
+
+def measured(name: str) -> list[tuple[float, float, float]]:
+    """Return tokens/step of ff, and the gain of an HMM on the same trunk and texts in percent ± its error."""
+    found = []
+    for result in OF_SUBWORDS if name == "subwords" else ():
+        rows = {(row["name"], row["seed"]): row for row in content(result)["rows"]}
+        for (head, seed), row in rows.items():
+            base = rows.get((head.replace("hmm r=4", "ff"), seed))
+            for text in ("own_t1", "unseen_t1") if base is not None and "hmm r=4" in head else ():
+                ff, gain = base[text]["tokens_per_step"], row[text]["tokens_per_step"] - base[text]["tokens_per_step"]
+                found.append((ff, 100 * gain / ff, 100 * row[text]["gain"][1] / ff))
+    return found
 
 
 def run(args: argparse.Namespace) -> int:

@@ -107,25 +107,26 @@ def backbone_circuits() -> str:
     return table("circuit|`token_rank`", lines, ["parameters trained", "T=1", "T=0"])
 
 
-def parts() -> str:
-    """Return the table of trunks, circuits and leaves on a real vocabulary."""
-    lines = []
-    for row in content("smollm2-grid")["rows"]:
-        shown = [f"{cell(row[t], 3)} ({row[t]['gain'][0]:+.3f} ± {row[t]['gain'][1]:.3f})" for t in ("t1", "t0")]
-        given = " ".join(f"{share:.2f}".removeprefix("0") for share in row["t1"]["given"])
-        lines.append([row["name"], millions(row["parameters"]), *shown, given, f"{row['seconds'] / 60:.0f}"])
-    columns = ["parameters", "T=1 (difference)", "T=0 (difference)", "accepted after the drafts before", "minutes"]
-    return table("trunk, circuit, leaves", lines, columns)
-
-
-def circuits() -> str:
-    """Return the table of heads on a real vocabulary, on own and on unseen text."""
-    lines = []
+def parts(name: str) -> str:
+    """Return a table of trunks, circuits and leaves on a real vocabulary, the means of several seeds."""
     texts = {"own_t1": "own, T=1", "own_t0": "own, T=0", "unseen_t1": "Spec-Bench, T=1", "unseen_t0": "Spec-Bench, T=0"}
-    for row in content("smollm2-circuits")["rows"]:
-        shown = [f"{cell(row[t], 3)} ({row[t]['gain'][0]:+.3f} ± {row[t]['gain'][1]:.3f})" for t in texts]
-        lines.append([row["name"], str(row["seed"]), millions(row["parameters"]), *shown])
-    return table("trunk, circuit, leaves|seed", lines, ["parameters", *texts.values()])
+    groups: dict[str, list[Row]] = {}
+    for row in content(name)["rows"]:
+        groups.setdefault(row["name"], []).append(row)
+    lines = []
+    for head, rows in groups.items():
+        shown = [over_seeds([row[text] for row in rows]) for text in texts]
+        minutes = np.mean([row["seconds"] for row in rows]) / 60
+        lines.append([head, str(len(rows)), millions(rows[0]["parameters"]), *shown, f"{minutes:.1f}"])
+    return table("trunk, circuit, leaves|seeds", lines, ["parameters", *texts.values(), "minutes"])
+
+
+def over_seeds(results: list[Row]) -> str:
+    """Return tokens/step and the gain ± its error: of the texts, which are the same ones, and of the seeds."""
+    gains, errors = (np.array([row["gain"][part] for row in results]) for part in (0, 1))
+    of_seeds = gains.var(ddof=1) / len(gains) if len(gains) > 1 else 0.0
+    mean, error = np.mean([row["tokens_per_step"] for row in results]), math.sqrt(np.mean(errors**2) + of_seeds)
+    return f"{mean:.3f} ({gains.mean():+.3f} ± {error:.3f})" if error else f"{mean:.3f}"
 
 
 def served(name: str, decodings: Mapping[str, str]) -> str:
@@ -184,8 +185,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "states": states,
     "native": native,
     "backbone circuits": backbone_circuits,
-    "parts": parts,
-    "circuits": circuits,
+    "parts": partial(parts, "smollm2-grid"),
+    "parts factors": partial(parts, "smollm2-factors"),
+    "parts rows": partial(parts, "smollm2-rows"),
+    "parts longer": partial(parts, "smollm2-circuits"),
     "tokens": tokens,
     "tokens served": partial(served, "serve-tokens-cpu", TOKENS),
     "shakespeare": shakespeare,
