@@ -36,4 +36,5 @@ def test_assumed_float32_share_reproduces_the_measured_step(root: Path) -> None:
 def test_options_of_kept_plans_are_accepted(root: Path, file: Path) -> None:
     plan = read_yaml(root / file)
     for changed in (plan.get("runs") or plan["cells"]).values():
-        parse({"data": ["text"], **plan["common"], "out": Path("head"), **(changed or {})})
+        options = {name: value for name, value in (changed or {}).items() if name != "apart"}  # the grid's own
+        parse({"data": ["text"], **plan["common"], "out": Path("head"), **options})
