@@ -55,7 +55,7 @@ from vllm_mtpc.train.windows import Windows, WindowSource, window_states
 
 PROG = "python -m benchmarks.grid"
 SAVE_STEPS = 100
-ROW_STEPS = 4
+ROW_STEPS = 4  # of windows from a block of rows that the target runs over
 
 
 @dataclass
@@ -118,7 +118,8 @@ class Recorded:
 
     def hidden(self, row_indices: Tensor) -> Tensor:
         """Return the states of rows, [B, S, m D + D + 1]."""
-        states = self.states if len(row_indices) == len(self.states) else self.states[row_indices]
+        is_all = len(row_indices) == len(self.states)  # in their order, as blocks are sorted: no copy of gigabytes
+        states = self.states if is_all else self.states[row_indices]
         if not self.layers:
             return states
         read = Computed(self.target, self.rows, layers=self.layers).hidden(row_indices)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from benchmarks.tiny_targets import HYBRIDS, make_family
 from tests.support import forks
 from tests.support.engine import SMALL
 from vllm_mtpc.engine.recording import RecordedText
-from vllm_mtpc.engine.served_target import load_served_target
+from vllm_mtpc.engine.served_target import ServedTarget, load_served_target
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.text import Sampling, generate
 from vllm_mtpc.hf import Target, load_target
@@ -88,6 +89,15 @@ def test_lm_head_that_the_trainer_would_misread_is_refused(tmp_path: Path) -> No
     save_file({**made, "lm_head.bias": torch.ones(48)}, tmp_path / "target" / "model.safetensors", {"format": "pt"})
     with pytest.raises(UsageError, match=r"one lm_head without bias.*type --states transformers"):
         load_served_target(tmp_path / "target", "auto", "cpu", {})
+
+
+def test_responses_end_at_the_tokens_of_the_target_and_at_those_that_are_asked_for() -> None:
+    asked: list[dict[str, Any]] = []
+    recorder = SimpleNamespace(record=lambda prompts, sampling, seeds: asked.append(sampling) or ())
+    target: Any = SimpleNamespace(stop_ids={2, 5}, recorder=recorder)
+    for given in ({"stop_token_ids": [3]}, {}, {"ignore_eos": True}):
+        list(ServedTarget.respond(target, [[1]], given, [0]))
+    assert [one.get("stop_token_ids") for one in asked] == [[2, 3, 5], [2, 5], None]
 
 
 @pytest.mark.slow
