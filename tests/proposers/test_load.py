@@ -9,9 +9,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,11 +25,12 @@ from tests.support import forks
 from tests.support.configs import engine_config
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint import load_head, save_head
+from vllm_mtpc.circuits import DraftVocabulary
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.heads.head import Head, build_head
 from vllm_mtpc.proposers.v2.hosted import SPECULATORS, hosted_class
-from vllm_mtpc.proposers.worker.load import load_served_head
+from vllm_mtpc.proposers.worker.load import _lm_head_of, load_served_head
 
 V, D = 7, 8
 CPU = torch.device("cpu")
@@ -108,6 +110,39 @@ def test_draft_vocabulary_reads_the_logits_of_its_ids(tmp_path: Path, kind: type
     torch.testing.assert_close(params.leaf, wanted.leaf, rtol=0, atol=1e-5)
     torch.testing.assert_close(params.evidence, wanted.evidence, rtol=0, atol=1e-5)
     assert not params.evidence[1].any() and params.evidence[0].any()
+
+
+def _by_int8(states: Tensor, weight: Tensor) -> Tensor:
+    step = states.abs().amax(-1, keepdim=True) / 127
+    return (states / step).round() * step @ weight.T
+
+
+LM_HEADS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "float32 in another order": lambda states, weight: (states.double() @ weight.double().T).float(),
+    "bfloat16": lambda states, weight: (states.bfloat16() @ weight.bfloat16().T).float(),
+    "int8 states": _by_int8,
+    "soft cap": lambda states, weight: 30 * (states @ weight.T / 30).tanh(),
+}
+
+
+@pytest.mark.parametrize("kind", LM_HEADS)
+def test_rows_of_a_wide_lm_head_are_read_alone(kind: str) -> None:
+    """Rounding of hundreds of sums, and of a quantised product, is none of the differences that a soft cap makes."""
+    size, weight, seen = 576, torch.randn(2048, 576, generator=torch.Generator().manual_seed(1)) / 24, list[Tensor]()
+    vocabulary = DraftVocabulary.of(torch.arange(0, 2048, 4), 2048)
+
+    def lm_head(states: Tensor) -> Tensor:
+        seen.append(states)
+        return LM_HEADS[kind](states, weight)
+
+    head: Any = SimpleNamespace(vocabulary=vocabulary, hidden_size=size, vocab_size=2048)
+    logits = _lm_head_of(lm_head, head, torch.float32, CPU)
+    states = torch.randn(3, 2, size)
+    seen.clear()
+    found = logits(states)
+    assert bool(seen) == (kind == "soft cap")
+    wanted = LM_HEADS[kind](states, weight)[..., vocabulary.ids]
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0.1)  # of logits up to 4: bfloat16 and int8 round
 
 
 @pytest.mark.parametrize(
