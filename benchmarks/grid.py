@@ -147,6 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--unseen", type=Path, metavar="FOLDER", help="of benchmarks.own_text --questions")
     parser.add_argument("--cells", nargs="+", metavar="NAME", help="only these (default: all)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the order and the starts")
+    parser.add_argument("--steps", type=int, metavar="N", help="in place of the file's")
     parser.add_argument("--runs", type=Path, required=True, metavar="FOLDER", help="of the state of the cells")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add the results there as well")
     args = parser.parse_args(arguments)
@@ -157,6 +158,7 @@ def run(args: argparse.Namespace) -> int:
     check_file(args.json)
     plan = read_yaml(args.file)
     common = plan["common"] | {"seed": args.seed, "out": args.runs / "common", "data": [str(args.text[0] / TEXT_FILE)]}
+    common |= {"max_steps": args.steps} if args.steps else {}
     keep_freed_memory()
     options = with_defaults(parse(common))
     target = read_target(options, torch.device("cpu"))
