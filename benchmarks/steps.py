@@ -1,13 +1,15 @@
 """A step of Model Runner V1 and the draft inside it: ``python -m benchmarks.steps --target T --data FILE HEAD...``.
 
-Every head and number of drafts K has an engine of its own, in a new process. The times are medians over the decoding
-steps of a pass, of the fastest pass. Sampling at T=1; then the greedy answers are compared with plain vLLM's.
+Every head and number of drafts K has an engine of its own, in a new process. A step is the worker's part, from its
+inputs to the sampled tokens and the next drafts. The times are medians over the decoding steps of a pass, of the
+fastest pass. Sampling at T=1; then the greedy answers are compared with plain vLLM's.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -86,16 +88,7 @@ def measure(target: str, data: Path, head: str | None, drafts: int) -> tuple[lis
     llm = LLM(target, dtype="float32", enforce_eager=True, enable_prefix_caching=False, **sizes, **given)
     prompts = questions(data, llm.get_tokenizer())
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    steps: list[float] = []
-    inside: list[float] = []
-    execute = runner.execute_model
-    timed = partial(watch, execute, steps)
-
-    def execute_model(scheduled: Any, *more: Any, **named: Any) -> Any:
-        decoding = scheduled.total_num_scheduled_tokens and not scheduled.scheduled_new_reqs
-        return (timed if decoding else execute)(scheduled, *more, **named)
-
-    runner.execute_model = execute_model
+    steps, inside = watch_steps(runner, is_plain=head is None), list[float]()
     if drafts:
         runner.drafter._generate_drafts = partial(watch, runner.drafter._generate_drafts, inside)
     rows = []
@@ -105,11 +98,32 @@ def measure(target: str, data: Path, head: str | None, drafts: int) -> tuple[lis
             steps.clear(), inside.clear()
             sampling = SamplingParams(temperature=1.0, max_tokens=TOKENS, ignore_eos=True)
             llm.generate(prompts[:clients], sampling, use_tqdm=False)
-            found.append((median(steps), median(inside) if inside else 0.0))
+            found.append((median(one for one in steps if one == one), median(inside) if inside else 0.0))
         step, draft = min(found)
         rows.append({"clients": clients, "step_ms": round(step, 2), "draft_ms": round(draft, 2)})
     answers = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=TOKENS), use_tqdm=False)
     return rows, [list(answer.outputs[0].token_ids) for answer in answers]
+
+
+def watch_steps(runner: Any, is_plain: bool) -> list[float]:
+    """Return a list that gets the milliseconds of every step; nan for one that reads a prompt."""
+    steps: list[float] = []
+
+    def execute(scheduled: Any, *given: Any, call: Callable[..., Any] = runner.execute_model) -> Any:
+        result = watch(call, steps, scheduled, *given)
+        if scheduled.scheduled_new_reqs or not scheduled.total_num_scheduled_tokens:
+            steps[-1] = math.nan
+        return result
+
+    def sample(*given: Any, call: Callable[..., Any] = runner.sample_tokens) -> Any:
+        result = watch(call, steps, *given)
+        steps[-2:] = [sum(steps[-2:])]
+        return result
+
+    runner.execute_model = execute
+    if is_plain:  # a call of its own, with a head a part of the other
+        runner.sample_tokens = sample
+    return steps
 
 
 def questions(data: Path, tokenizer: Any) -> list[dict[str, list[int]]]:
