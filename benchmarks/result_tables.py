@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -107,14 +107,15 @@ def backbone_circuits() -> str:
     return table("circuit|`token_rank`", lines, ["parameters trained", "T=1", "T=0"])
 
 
-def parts(name: str) -> str:
-    """Return a table of trunks, circuits and leaves on a real vocabulary, the means of several seeds."""
+def parts(*names: str, also: Sequence[str] = ()) -> str:
+    """Return a table of trunks, circuits and leaves on a real vocabulary: means over the seeds, those of `also` too."""
     texts = {"own_t1": "own, T=1", "own_t0": "own, T=0", "unseen_t1": "Spec-Bench, T=1", "unseen_t0": "Spec-Bench, T=0"}
-    groups: dict[str, list[Row]] = {}
-    for row in content(name)["rows"]:
-        groups.setdefault(row["name"], []).append(row)
+    found: dict[tuple[str, int], Row] = {}
+    for row in [row for name in (*names, *also) for row in content(name)["rows"]]:
+        found.setdefault((row["name"], row["seed"]), row)
     lines = []
-    for head, rows in groups.items():
+    for head in dict.fromkeys(row["name"] for name in names for row in content(name)["rows"]):
+        rows = [row for (name, _), row in found.items() if name == head]
         shown = [over_seeds([row[text] for row in rows]) for text in texts]
         minutes = np.mean([row["seconds"] for row in rows]) / 60
         lines.append([head, str(len(rows)), millions(rows[0]["parameters"]), *shown, f"{minutes:.1f}"])
@@ -127,6 +128,18 @@ def over_seeds(results: list[Row]) -> str:
     of_seeds = gains.var(ddof=1) / len(gains) if len(gains) > 1 else 0.0
     mean, error = np.mean([row["tokens_per_step"] for row in results]), math.sqrt(np.mean(errors**2) + of_seeds)
     return f"{mean:.3f} ({gains.mean():+.3f} ± {error:.3f})" if error else f"{mean:.3f}"
+
+
+def steps(*names: str) -> str:
+    """Return milliseconds of a step by head, drafts and clients, and of its draft; of several the first result."""
+    lines: dict[tuple[str, str], dict[str, str]] = {}
+    for row in [row for name in names for row in content(name)["rows"]]:
+        draft = f" ({row['draft_ms']:.1f}, {row['draft_ms'] / row['step_ms']:.0%})" if row["drafts"] else ""
+        line = lines.setdefault((row["head"], str(row["drafts"])), {})
+        line.setdefault(f"c={row['clients']}", f"{row['step_ms']:.0f}{draft}")
+        line["greedy, equal to plain's"] = f"{row['identical']} of {row['answers']}"
+    columns = dict.fromkeys(column for line in lines.values() for column in sorted(line, key=lambda c: c[0] == "g"))
+    return table("head|K", [[*key, *map(line.get, columns)] for key, line in lines.items()], list(columns))
 
 
 def served(name: str, decodings: Mapping[str, str]) -> str:
@@ -189,6 +202,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "parts factors": partial(parts, "smollm2-factors"),
     "parts rows": partial(parts, "smollm2-rows"),
     "parts longer": partial(parts, "smollm2-circuits"),
+    "milliseconds": partial(steps, "smollm2-step-plain", "smollm2-step", "smollm2-step-before"),
     "tokens": tokens,
     "tokens served": partial(served, "serve-tokens-cpu", TOKENS),
     "shakespeare": shakespeare,
