@@ -1,68 +1,20 @@
-"""vLLM's V1 model runner with drafts of `MtpcProposer`; on a CPU requests with a seed are verified by coupling.
-
-Coupling (see `proposers/v2/verification.py`): vLLM's sampler on a CPU derives a token's Gumbel noise from one number of
-the request's generator. Drafts and the target's tokens at their rows are sampled with the same numbers, drawn ahead. On
-other devices a seed guarantees only the distribution.
-"""
+"""vLLM's V1 model runner with drafts of `MtpcProposer`; on a CPU they are verified by `verification.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
-import torch
-from torch import Generator, Tensor
+from torch import Tensor
 from vllm.utils.torch_utils import PIN_MEMORY
-from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_mtpc.proposers.v1.proposer import draw_numbers, sample_tokens
+from vllm_mtpc.proposers.v1.verification import verify_here
 from vllm_mtpc.proposers.worker.counts import DRAFTS, PRUNED
 from vllm_mtpc.proposers.worker.derive import extend_object
-
-
-@contextmanager
-def couple_seeded_requests(generators: dict[int, Generator], num_drafts: list[int]) -> Iterator[None]:
-    """While a batch is verified, rows with a generator [of B] emit the tokens of plain vLLM.
-
-    vLLM's sampler calls the module's function `rejection_sample`, which is replaced for the time of this call.
-    """
-    states = {row: generator.get_state() for row, generator in generators.items()}
-    # the next number of each generator is then that of the bonus token, which vLLM's sampler draws
-    numbers = {row: draw_numbers(generator, num_drafts[row]) for row, generator in generators.items()}
-    original = rejection_sampler.rejection_sample
-
-    def rejection_sample(
-        drafts: Tensor,  # [T]
-        num_drafts: list[int],
-        width: int,
-        ends: Tensor,  # [B], end of each request's drafts
-        draft_probs: Tensor | None,
-        target_logits: Tensor,  # [T, V], processed
-        bonus: Tensor,  # [B, 1]
-        *args: Any,
-        **kwargs: Any,
-    ) -> Tensor:
-        tokens = original(drafts, num_drafts, width, ends, draft_probs, target_logits, bonus, *args, **kwargs)
-        for row, generator in generators.items():
-            span = slice(int(ends[row]) - num_drafts[row], int(ends[row]))
-            sampled = sample_tokens(target_logits[span], numbers[row])
-            kept = 1 + int((sampled == drafts[span]).long().cumprod(0).sum())
-            tokens[row] = -1
-            tokens[row, :kept] = torch.cat([sampled, bonus[row].to(sampled)])[:kept]
-            generator.set_state(states[row])
-            draw_numbers(generator, kept)
-        return tokens
-
-    rejection_sampler.rejection_sample = rejection_sample
-    try:
-        yield
-    finally:
-        rejection_sampler.rejection_sample = original
 
 
 class DraftedThinkingBudget(ThinkingBudgetStateHolder):
@@ -178,5 +130,6 @@ class HeadModelRunner(GPUModelRunner):
         if spec_decode_metadata is None or spec_decode_metadata.max_spec_len == 0:
             return self.sampler(logits, self.input_batch.sampling_metadata, predict_bonus_token=True)
         generators = self.input_batch.sampling_metadata.generators if self.couples else {}
-        with couple_seeded_requests(generators, spec_decode_metadata.num_draft_tokens) if generators else nullcontext():
+        is_ours = self.device.type == "cpu"
+        with verify_here(generators, spec_decode_metadata.num_draft_tokens) if is_ours else nullcontext():
             return super()._sample(logits, spec_decode_metadata)

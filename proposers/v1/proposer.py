@@ -1,6 +1,6 @@
 """MtPC drafts on vLLM's V1 runner: those of `v2/speculator.py`, computed with PyTorch.
 
-Unlike on Model Runner V2 a seeded request draws with its own generator (`model_runner_v1.py`), and the draft
+Unlike on Model Runner V2 a seeded request draws with its own generator (`verification.py`), and the draft
 probabilities, which vLLM's rejection sampler receives, are normalised after temperature.
 """
 

@@ -30,7 +30,8 @@ from tests.support.recorders import (
     wrapping,
 )
 
-V1_REJECTION = "vllm.v1.sample.rejection_sampler.rejection_sample"
+V1_GREEDY = "vllm.v1.sample.rejection_sampler.rejection_sample"  # of steps whose requests are all greedy
+V1_REJECTION = "vllm_mtpc.proposers.v1.verification.rejection_sample"
 V2_REJECTION = "vllm.v1.worker.gpu.spec_decode.rejection_sampler.rejection_sample"
 V2_SAMPLER = "vllm.v1.worker.gpu.spec_decode.rejection_sampler.RejectionSampler.__call__"
 HEAD_WORKER = "vllm_mtpc.proposers.patches.worker.HeadWorker"
@@ -265,7 +266,7 @@ NOTED_STATES: Patches = {PROPOSE: recorders.after_propose(recorders.state_and_dr
 
 FAULTS: dict[str, Patches | Callable[[], Patches]] = {
     # verification
-    "drop_recovered": {V1_REJECTION: _drop_recovered_v1},
+    "drop_recovered": {V1_REJECTION: _drop_recovered_v1, V1_GREEDY: _drop_recovered_v1},
     "drop_recovered_v2": {V2_REJECTION: _drop_recovered_v2},
     "other temperature": {V2_REJECTION: lambda original: lambda logits, *a, **k: original(logits / 1.25, *a, **k)},
     "uniform in q": {V1_REJECTION: _uniform_in_q_v1},
@@ -273,7 +274,7 @@ FAULTS: dict[str, Patches | Callable[[], Patches]] = {
     "surplus drafts as forbidden": {V2_SAMPLER: _surplus_as_forbidden},
     "noise of the first row": _noise_of_first_row,
     "noise of other tokens": {
-        f"{V1}.model_runner_v1.sample_tokens": lambda original: (
+        f"{V1}.verification.sample_tokens": lambda original: (
             lambda logits, numbers: original(logits, numbers.roll(-1) + 1)
         )
     },
