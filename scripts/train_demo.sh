@@ -117,7 +117,7 @@ backbone() {
 
 last=(--learning-rate 0.001 --block-rows 40 --verifier ../target "${with_long[@]}")
 
-# The baseline: the cards of the other PTP heads have its tokens/step next to theirs. The late head starts from it.
+# The late head starts from it.
 independent() {
     train train_demo_ptp.yaml --out "$data/short" "${first[@]}" --variant independent
     train train_demo_ptp.yaml --out "$data/independent" --variant independent --init-from "$data/short" "${last[@]}"
@@ -132,8 +132,7 @@ late() {
 ptp() {
     for variant in o-ptp c-ptp; do
         train train_demo_ptp.yaml --out "$data/$variant" "${first[@]}" --variant "$variant"
-        train train_demo_ptp.yaml --out "$out/$variant" --variant "$variant" --init-from "$data/$variant" \
-            --baseline "$data/independent" "${last[@]}"
+        train train_demo_ptp.yaml --out "$out/$variant" --variant "$variant" --init-from "$data/$variant" "${last[@]}"
     done
 }
 

@@ -69,7 +69,6 @@ KINDS = "allowed are none, mlp, lora, backbone, drafter; set trunk to one of the
         ("variant: c-ptp", "variant is an option of PTP heads: remove variant, or set head ptp"),
         (f"{PTP}circuit: hmm", "circuit is an option of circuits: remove circuit, or set head mtpc"),
         (f"{PTP}ptp_loss: inverse", "ptp_loss 'inverse' with variant 'o-ptp': allowed are ce, bce; set"),
-        (f"{PTP}variant: independent\nbaseline: b", "it is the baseline itself; remove baseline"),
         (f"{PTP}proposals: student\nu_beta: 0.5", "its u is uniform; remove u_beta"),
     ],
 )
@@ -109,7 +108,6 @@ BACKBONE = {"trunk": "backbone", "leaves": {"kind": "lm_head", "component_rank":
         ({**BACKBONE, "init_from": "{place}/small"}, "window=4 cannot start from a head of window=3"),
         ({"head": "ptp", "init_from": "{place}/small"}, "a head of method mtpc; a PTP head starts from a PTP head"),
         ({"head": "ptp", "u_embedding": "bits"}, "unknown u_embedding 'bits'"),
-        ({"head": "ptp", "baseline": "{place}/small"}, "not a trained and measured head of variant independent"),
         ({"evaluation_tokens": 5000}, "lower --evaluation-tokens"),
         ({"device": "tpu"}, "allowed are auto, cpu, cuda and cuda:N"),
         ({"seq_len": 1024}, "reads at most 512 tokens; set seq_len to that or less, or leave it out"),

@@ -27,7 +27,6 @@ ROWS = {
         "joint_bits": "Bits per token, the head's joint",
     },
     "ptp": {
-        "baseline_tokens_per_step": "Tokens/step of the independent baseline, trained alike",
         "shuffled_tokens_per_step": "Tokens/step with the u of other windows",
         "accuracy": "Drafts that are right",
         "shuffled_accuracy": "With the u of other windows",

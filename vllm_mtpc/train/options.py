@@ -72,7 +72,6 @@ class TrainOptions(BaseModel):
     variant: Literal["o-ptp", "c-ptp", "late", "independent"] = Field(
         "o-ptp", description="kind of drafts: docs/ptp.md"
     )
-    baseline: str | None = Field(None, description="head of variant independent, trained alike, to compare with")
     lora_rank: int = Field(16, ge=1, description="rank of the adapters of every layer")
     lora_alpha: int = Field(16, ge=1, description="scale of the adapters, by their rank")
     u_embedding: str = Field("ieee", description="embedding of u: ieee, scalar, threshold, arithmetic, ...")

@@ -225,20 +225,3 @@ def test_ptp_head_starts_from_another(place: Path, capsys: pytest.CaptureFixture
         ({"variant": "c-ptp"}, "has variant=o-ptp, this run c-ptp; set variant to o-ptp"),
     ):
         assert message in refused(capsys, place, "three", **FILES | {"init_from": first, "dry_run": True} | changes)
-
-
-def test_card_compares_with_the_baseline(place: Path, capsys: pytest.CaptureFixture) -> None:
-    """Measured on the same texts, from a head that was trained alike; another one is refused."""
-    baseline = train(place, "baseline", **FILES, variant="independent")
-    out = train(place, "next to", **FILES, baseline=baseline)
-    theirs, ours = (record_of(folder)["figures"]["t1"] for folder in (baseline, out))
-    wanted, gain = theirs["tokens_per_step"], ours["tokens_per_step"] / theirs["tokens_per_step"]
-    assert ours["baseline_tokens_per_step"] == wanted
-    assert f"{gain:.3f}x the tokens/step of the independent baseline, {wanted:.3f}" in capsys.readouterr().out
-    card = (out / "README.md").read_text()
-    assert "Tokens/step of the independent baseline, trained alike" in card and f"{wanted:.3f}" in card
-    for changes, message in (
-        ({"baseline": baseline, "max_steps": 3}, "has max_steps=4, this run 3; train both alike"),
-        ({"baseline": out}, "not a trained and measured head of variant independent; name one"),
-    ):
-        assert message in refused(capsys, place, "another", **FILES, dry_run=True, **changes)
