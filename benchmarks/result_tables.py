@@ -200,6 +200,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "backbone circuits": backbone_circuits,
     "parts": partial(parts, "smollm2-grid", also=("smollm2-seeds",)),
     "parts factors": partial(parts, "smollm2-factors", also=("smollm2-seeds",)),
+    "parts more": partial(parts, "smollm2-more-steps"),
     "parts rows": partial(parts, "smollm2-rows"),
     "parts longer": partial(parts, "smollm2-circuits"),
     "milliseconds": partial(steps, "smollm2-step-plain", "smollm2-step", "smollm2-step-before"),
