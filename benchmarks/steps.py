@@ -95,7 +95,8 @@ def measure(target: str, data: Path, head: str | None, drafts: int) -> tuple[lis
     for clients in CLIENTS:
         found = []
         for _ in range(PASSES):
-            steps.clear(), inside.clear()
+            steps.clear()
+            inside.clear()
             sampling = SamplingParams(temperature=1.0, max_tokens=TOKENS, ignore_eos=True)
             llm.generate(prompts[:clients], sampling, use_tqdm=False)
             found.append((median(one for one in steps if one == one), median(inside) if inside else 0.0))
