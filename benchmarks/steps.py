@@ -99,7 +99,7 @@ def measure(target: str, data: Path, head: str | None, drafts: int) -> tuple[lis
             inside.clear()
             sampling = SamplingParams(temperature=1.0, max_tokens=TOKENS, ignore_eos=True)
             llm.generate(prompts[:clients], sampling, use_tqdm=False)
-            found.append((median(one for one in steps if one == one), median(inside) if inside else 0.0))
+            found.append((median(one for one in steps if not math.isnan(one)), median(inside) if inside else 0.0))
         step, draft = min(found)
         rows.append({"clients": clients, "step_ms": round(step, 2), "draft_ms": round(draft, 2)})
     answers = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=TOKENS), use_tqdm=False)

@@ -2,7 +2,7 @@
 
 Rejection (Leviathan et al., 2023): a draft x is accepted with probability p(x) / q(x); the token in the place of the
 first one that is not is drawn from the normalised max(p - q, 0). vLLM draws an exponential number for every id of every
-request, which on a CPU costs more than all other steps; here one number selects the token by its cumulative mass.
+request, which on a CPU is the largest part of sampling; here one number selects the token by its cumulative mass.
 
 Coupling (see `proposers/v2/verification.py`): vLLM's sampler on a CPU derives a token's Gumbel noise from one number of
 the request's generator. Drafts and the target's tokens at their rows are sampled with the same numbers, drawn ahead. On
@@ -97,19 +97,8 @@ def verify_here(generators: dict[int, Generator], num_drafts: list[int]) -> Iter
     numbers = {row: draw_numbers(generator, num_drafts[row]) for row, generator in generators.items()}
     original: Callable[..., Tensor] = rejection_sampler.rejection_sample
 
-    def sample(
-        drafts: Tensor,
-        num_drafts: list[int],
-        width: int,
-        ends: Tensor,
-        draft_probs: Tensor | None,
-        target_logits: Tensor,
-        bonus: Tensor,
-        metadata: Any,
-        synthetic_mode: bool = False,
-        **more: Any,
-    ) -> Tensor:
-        given = drafts, num_drafts, width, ends, draft_probs, target_logits, bonus, metadata
+    def sample(*given: Any, synthetic_mode: bool = False, **more: Any) -> Tensor:  # given: of `rejection_sample`
+        drafts, num_drafts, _, ends, _, target_logits, bonus, metadata = given
         if synthetic_mode or metadata.all_greedy:
             tokens = original(*given, synthetic_mode=synthetic_mode, **more)
         else:

@@ -175,13 +175,13 @@ def _lm_head_of(
     if (found - wanted).abs().max() > SAME * wanted.abs().max():
         logger.info("Logits of the head: all %d are computed, of which it has %d", head.vocab_size, len(ids))
         return lambda states: lm_head(states)[..., ids]
-    head.lm_head_rows = kept([rows])
-    product = partial(nn.functional.linear, weight=rows)
     if device.type == "cpu":  # torch multiplies a few rows at a third of the speed
         layer: Any = nn.Module()
         layer.weight = nn.Parameter(rows, requires_grad=False)
         dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
-        head.lm_head_rows, product = layer, partial(layer.cpu_linear, weight=layer.weight, bias=None)
+        product = partial(layer.cpu_linear, weight=layer.weight, bias=None)
+    else:
+        head.lm_head_rows, product = kept([rows]), partial(nn.functional.linear, weight=rows)
 
     def logits(states: Tensor) -> Tensor:  # as one matrix: a view of several dimensions becomes many small products
         return product(states.to(dtype).reshape(-1, size)).view(*states.shape[:-1], len(ids))
