@@ -4,7 +4,8 @@ FILE is YAML: ``title``, ``common`` (options of ``vllm-mtpc train``) and ``cells
 folders of ``python -m benchmarks.own_text``: the target's own answers with its states. The answers of the last
 ``held_out`` conversations are measured, the others trained on; ``--unseen`` is measured as well (Spec-Bench). Every
 step has one set of windows and one set of the target's distributions, which all cells are trained on, so that
-differences between cells are paired. FOLDER has a state of all cells, which an interrupted run continues with.
+differences between cells are paired. FOLDER has a state of all cells, which an interrupted run continues with, and in
+the end their heads.
 
 Where a trunk reads more than the last states (lora, backbone), the target runs over rows, prompts included, and
 `ROW_STEPS` steps of windows are drawn from each block of rows. ``apart`` of a cell: its components start so many times
@@ -19,10 +20,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,12 +49,12 @@ from vllm_mtpc.heads.head import Head
 from vllm_mtpc.hf import Target
 from vllm_mtpc.progress import Bar
 from vllm_mtpc.report import check_file, print_table, write_json
-from vllm_mtpc.train.cache import Computed
+from vllm_mtpc.train.cache import Computed, data_fingerprint
 from vllm_mtpc.train.losses import CircuitModule, step_loss
 from vllm_mtpc.train.memory import keep_freed_memory
 from vllm_mtpc.train.options import TrainOptions, parse
 from vllm_mtpc.train.run import read_target, with_defaults
-from vllm_mtpc.train.trainer import BETAS, MAX_NORM, learning_rate
+from vllm_mtpc.train.trainer import BETAS, MAX_NORM, Trainer, learning_rate, peak_memory_bytes
 from vllm_mtpc.train.windows import Windows, WindowSource, window_states
 
 PROG = "python -m benchmarks.grid"
@@ -63,11 +67,18 @@ class Cell:
     """A head in training."""
 
     name: str
-    options: TrainOptions
-    model: CircuitModule
+    trainer: Trainer
     optimizer: torch.optim.Optimizer
     layers: list[int]  # of the target that the trunk reads besides the last states; of lora, the one it starts at
     seconds: float = 0.0
+
+    @property
+    def options(self) -> TrainOptions:
+        return self.trainer.options
+
+    @property
+    def model(self) -> CircuitModule:
+        return self.trainer.model
 
     @property
     def head(self) -> Head:
@@ -172,10 +183,14 @@ def run(args: argparse.Namespace) -> int:
     rows = (source := Recorded.of(texts, seq_len, target)).rows
     del texts  # gigabytes
     chosen = {name: common | (plan["cells"][name] or {}) for name in args.cells or plan["cells"]}
+    chosen = {name: values | {"out": args.runs / folder_of(name)} for name, values in chosen.items()}
     cells = [build(name, values, target, rows) for name, values in chosen.items()]
     source.layers = sorted({layer for cell in cells for layer in cell.layers})
     steps = train(cells, options, source, args.runs)
     results = measure(cells, plan.get("against"), measured, source)
+    for cell, row in product(cells, results):
+        if row["name"] == cell.name:
+            cell.trainer.save({name: row.pop(f"figures_{name}") for name in ("t1", "t0")}, facts_of(cell, rows, steps))
     names = [f"{name}_t{t}" for name in measured for t in (1, 0)]
     table = [[row["name"], f"{row['parameters'] / 1e6:.2f}M", *(shown(row[name]) for name in names)] for row in results]
     print_table(plan["title"], ("head", "parameters", *names), table)
@@ -187,10 +202,26 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def facts_of(cell: Cell, rows: Rows, steps: int) -> dict[str, Any]:
+    """Return what provenance and card say about a training."""
+    per_second = steps * cell.options.windows_per_step * cell.options.window / max(cell.seconds, 1e-9)
+    return {
+        "steps": steps, "minutes": round(cell.seconds / 60, 1), "processes": 1, "tokens_per_second": per_second,
+        "tokens": int(rows.trained.sum()), "documents": int(rows.document.max()) + 1,
+        "data_sha256": data_fingerprint(rows), "peak_memory_bytes": peak_memory_bytes(torch.device("cpu")),
+        "states": f"vllm {version('vllm')}",
+    }  # fmt: skip
+
+
 def kept_rows(file: Path, commit: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows of a result of this commit that these do not replace."""
     old, new = read_json(file) if file.exists() else {}, {(row["name"], row["seed"]) for row in rows}
     return [row for row in old["rows"] if (row["name"], row["seed"]) not in new] if old.get("commit") == commit else []
+
+
+def folder_of(name: str) -> str:
+    """Return the folder of a cell's head."""
+    return re.sub(r"[^\w=.-]+", "-", name)
 
 
 def build(name: str, values: dict[str, Any], target: Target, rows: Rows) -> Cell:
@@ -206,7 +237,7 @@ def build(name: str, values: dict[str, Any], target: Target, rows: Rows) -> Cell
     layers = [target.config.num_hidden_layers - entry] if entry else list(trainer.head.trunk.aux_layers)
     trained = [value for value in trainer.model.parameters() if value.requires_grad]
     optimizer = torch.optim.AdamW(trained, betas=BETAS, weight_decay=0.0, fused=True)
-    return Cell(name, options, trainer.model, optimizer, layers)
+    return Cell(name, trainer, optimizer, layers)
 
 
 def train(cells: list[Cell], options: TrainOptions, source: Recorded, folder: Path) -> int:
@@ -242,18 +273,18 @@ def train_step(cells: list[Cell], batch: Windows, source: Recorded, step: int, s
     order = (batch.row * batch.hidden.shape[1] + batch.start).argsort()
     batch = batch.each(lambda value: value[order])  # by row, as backbones read them
     last, norms = batch.hidden[..., -1 - size : -1], batch.hidden[..., -1:]
+    skipped = min(cell.head.leaves.skip for cell in cells)
     with torch.no_grad():
-        states = window_states(last, batch.row, batch.start, longest)
-        own = window_states(norms, batch.row, batch.start, longest)
+        states, own = (window_states(part, batch.row, batch.start, longest)[:, skipped:] for part in (last, norms))
         for cell in cells:
             if cell.head.columns not in shared:
                 ids = cell.head.vocabulary and cell.head.vocabulary.ids
-                shared[cell.head.columns] = target.logits_for(ids)(states) - own  # [B, n, columns]
+                shared[cell.head.columns] = target.logits_for(ids)(states) - own  # [B, n - skipped, columns]
     for cell in cells:
         started, n, skip = time.perf_counter(), cell.options.window, cell.head.leaves.skip
         for group in cell.optimizer.param_groups:
             group["lr"] = learning_rate(cell.options, step, steps)
-        tokens, log_p = batch.tokens[:, :n], shared[cell.head.columns][:, skip:n]
+        tokens, log_p = batch.tokens[:, :n], shared[cell.head.columns][:, skip - skipped : n - skipped]
         hidden = cell.rows(batch.hidden, batch.document, source.layers, size)
         read = cell.head.trunk.windows(hidden, batch.document, batch.row, batch.start, tokens[:, 0])
         values = (lambda some, read=read, cell=cell: read(some).to(cell.head.hidden_dtype)), tokens, batch.counts[:n]
@@ -311,6 +342,7 @@ def measure(
             sums = (starts * (1 + alive.sum(-1))).sum(1), starts.sum(1)  # tokens and steps of each text
             base.setdefault(name, sums)
             ahead = [1.0, *found.per_position[:-1]]
+            results |= {f"figures_{name[-2:]}": asdict(found)} if name.startswith("own") else {}
             results[name] = {
                 "tokens_per_step": found.tokens_per_step, "standard_error": found.standard_error,
                 "given": [k / max(before, 1e-9) for k, before in zip(found.per_position, ahead, strict=True)],

@@ -39,21 +39,26 @@ class HeadSchedulerConfig(SchedulerConfig):
 def make_plan(vllm_config: Any) -> OnlinePlan:
     """Return the online plan of an engine."""
     spec, max_num_seqs = vllm_config.speculative_config, vllm_config.scheduler_config.max_num_seqs
-    most, is_cpu = spec.num_speculative_tokens, current_platform.is_cpu()
+    most, products = spec.num_speculative_tokens, products_of(vllm_config) if current_platform.is_cpu() else None
     ranges = spec.num_speculative_tokens_per_batch_size
     arms = spec.arms or sorted({0, *expand_schedule(ranges, max_num_seqs, most)[1:]})
-    costs = prior_costs(arms, ranges, max_num_seqs, spec.load, is_cpu, is_exact=not spec.has_distribution)
+    costs = prior_costs(arms, ranges, max_num_seqs, spec.load, products, is_exact=not spec.has_distribution)
     measured = {key: found.per_position for key, found in read_figures(Path(spec.model_folder)).items()}
     return OnlinePlan(arms, costs, card_rates(measured, most))
 
 
+def products_of(vllm_config: Any) -> int:
+    """Return the multiplications of the target for one row."""
+    head = vllm_config.speculative_config.head
+    return target_products(vllm_config.model_config.hf_text_config, head.hidden_size, head.vocab_size)
+
+
 def kv_cost(vllm_config: Any, kv_cache_config: Any) -> float:
     """Return the bytes of a token's keys and values, divided by those of the weights; 0 on a CPU."""
-    model, head = vllm_config.model_config, vllm_config.speculative_config.head
     if current_platform.is_cpu() or not kv_cache_config.kv_cache_groups:
         return 0.0
     tokens = kv_cache_config.num_blocks * kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-    weights = target_products(model.hf_text_config, head.hidden_size, head.vocab_size) * model.dtype.itemsize
+    weights = products_of(vllm_config) * vllm_config.model_config.dtype.itemsize
     ranks = vllm_config.parallel_config.tensor_parallel_size
     return sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors) / tokens / (weights / ranks)
 

@@ -103,6 +103,18 @@ def test_more_components_repeat_the_distribution(name, circuit, monkeypatch):
     torch.testing.assert_close(joint(head), joint(source), rtol=0, atol=2e-5)  # float32 rounding near -10
 
 
+@pytest.mark.parametrize("name, skip", [("linear", 0), ("shared", 0), ("mlp", 1), ("mlp low rank", 1)])
+@pytest.mark.parametrize("circuit", CIRCUITS)
+def test_a_smaller_window_is_extended_by_its_last_position(circuit, name, skip):
+    source, head = build("ff", 1, name, 2, vocab=SMALL, std=0.3), build(circuit, 1, name, 4, vocab=SMALL)
+    init_from_head(head, source)
+    bind_target(head, SMALL)
+    given, first = hidden_states(1), torch.zeros(1, dtype=torch.long)
+    ours, theirs = head(given, first).leaf, source(given, first).leaf
+    torch.testing.assert_close(ours[:, : 2 - skip], theirs, rtol=0, atol=1e-5)  # float32 rounding near -10
+    torch.testing.assert_close(ours[:, 2 - skip :], theirs[:, -1:].expand(-1, 2, -1, -1), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("of_one, of_several, ids", [("shared", "low rank", None), ("mlp", "mlp low rank", [0, 2])])
 @pytest.mark.parametrize("circuit", MIXTURES)
 def test_one_component_becomes_equal_ones_that_diverge(of_one, of_several, ids, circuit):

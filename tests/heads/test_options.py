@@ -54,7 +54,8 @@ SOURCES: list[tuple[tuple[Any, ...], tuple[Any, ...], list[str]]] = [  # circuit
     (("cp", 2, "linear"), ("cp", 4, "linear"), ["num_components=2", "multiples of 4"]),
     (("cp", 2, "linear"), ("hmm", 2, "linear"), ["circuit=cp", "circuit=hmm", "allowed: hmm"]),
     (("btree", 2, "linear"), ("hmm", 2, "linear"), ["circuit=btree", "allowed: hmm"]),
-    (("cp", 2, "linear", 5), ("cp", 2, "linear", 4), ["window=5", "window=4"]),
+    (("cp", 2, "linear", 4), ("cp", 2, "linear", 5), ["window=4", "window=5"]),
+    (("hmm", 2, "linear", 5), ("hmm", 2, "linear", 4), ["window=5", "window=4"]),  # inner sums are of a position
     (("cp", 2, "linear", 4, 5), ("cp", 2, "linear", 4), ["vocab_size=5", f"vocab_size={V}"]),
 ]
 RANKS = [("shared", "expander_rank", 2), ("low rank", "component_rank", 2), ("low rank", "component_rank", 0)]

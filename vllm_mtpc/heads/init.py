@@ -79,11 +79,12 @@ def _split_fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def init_from_head(head: Head, source: Head, seed: int = 0) -> None:
-    """Start `head` at the distribution of a trained head `source` of the same trunk, leaves, window and target.
+    """Start `head` at the distribution of a trained head `source` of the same trunk, leaves and target.
 
     A source without inner sums (ff, cp) becomes any circuit with a root, whose sums keep the latent with probability
     INHERITED_STAY. A multiple of the source's components repeats them, with noise from `seed` in the leaves. A bigram
-    that the source lacks adds 0; components that it lacks are equal and diverge by component_in.
+    that the source lacks adds 0; components that it lacks are equal and diverge by component_in. A source without inner
+    sums may have a smaller window: further positions start as its last one.
 
     Raises:
         HeadConfigError: `head` cannot start from `source`.
@@ -100,6 +101,8 @@ def init_from_head(head: Head, source: Head, seed: int = 0) -> None:
         if repeats > 1 and name == f"leaves.{head.leaves.noise_in}":
             noise = torch.randn(value.shape, generator=generator) * INIT_STD * value.shape[-1] ** -0.5
             value = value + noise.to(value)
+        if name.startswith("leaves.") and (further := len(wanted[name]) - len(value)):
+            value = torch.cat([value, value[-1:].expand(further, *value.shape[1:])])
         wanted[name].copy_(value)
     head.forget_vocabulary()
     if "leaves.component_out" in wanted and "leaves.component_out" not in trained:
@@ -114,7 +117,9 @@ def check_source(head: Head, source: Head) -> None:
     ours, theirs = head.circuit, source.circuit
     mixtures = [] if theirs.num_inner else [name for name in CIRCUITS if circuit_class(name).max_components > 1]
     circuits, multiples = list(dict.fromkeys((theirs.name, *mixtures))), f"multiples of {theirs.num_components}"
+    is_longer = not theirs.num_inner and not source.trunk.is_per_position and ours.window > theirs.window
     may_lack = {  # options that the source need not have
+        "window": is_longer,
         "leaves.token_rank": not source.leaves.token_rank,
         "leaves.component_rank": theirs.num_components == 1,
     }

@@ -18,9 +18,11 @@ Schedule = list[tuple[int, int, int]]  # (smallest batch, largest batch, drafts)
 
 LARGEST = 1024  # the largest batch size of a schedule; vLLM keeps the last K for larger ones
 
-# Milliseconds on a CPU core (packaged demo target, V1; fitted to `bench serve --demo`). Only ratios count.
-CPU_STEP = (3.45, 0.28, 0.145)  # a step, + each request, + each row
-CPU_READ = 1.5  # part of CPU_STEP: the weights are read
+# Milliseconds on a CPU core (V1), fitted to `bench serve` of a target with CPU_PRODUCTS multiplications per row, and
+# to `benchmarks.steps` of SmolLM2, which has 15 times as many. Only ratios count.
+CPU_PRODUCTS = 8.3e6
+CPU_STEP = (1.95, 0.28, 0.07)  # a step, + each request, + each row: of any target
+CPU_TARGET = (1.5, 0.075)  # the weights are read, + each row is computed: by the target's products
 CPU_DRAFT = (0.7, 0.04, 0.145, 0.029)  # drafting and verification, + each request, + each draft, + each of both
 GRAPH_ROWS = 512  # of the largest batch that vLLM captures in a CUDA graph by default
 BALANCE = 240  # rows that compute as long as the target's weights take to read (H100)
@@ -56,7 +58,12 @@ def gpu_schedule(num_drafts: int) -> Schedule:
 
 
 def prior_costs(
-    arms: Sequence[int], ranges: Schedule | None, max_num_seqs: int, load: float, is_cpu: bool, is_exact: bool = False
+    arms: Sequence[int],
+    ranges: Schedule | None,
+    max_num_seqs: int,
+    load: float,
+    products: float | None = None,
+    is_exact: bool = False,
 ) -> Floats:
     """Return the expected cost of a step that verifies and drafts K, [max_num_seqs + 1, A]; only ratios count.
 
@@ -65,13 +72,16 @@ def prior_costs(
         ranges: the most drafts by batch size; others cost infinity.
         is_exact: whether fewer drafts than the most, but not 0, cost infinity too.
         load: see `relative_load`.
-        is_cpu: False: a roofline, in times that the target's weights take to read.
+        products: see `target_products`, on a CPU; None: a roofline, in times that the target's weights take to read.
     """
     most = expand_schedule(ranges, max_num_seqs, max(arms))
-    cost = cpu_cost if is_cpu else gpu_cost
+
+    def cost(batch: int, drafts: int) -> float:
+        return cpu_cost(batch, drafts, load, products) if products else gpu_cost(batch, drafts, load)
+
     return np.array(
         [
-            [cost(b, k, load) if k in (0, most[b]) or (k < most[b] and not is_exact) else math.inf for k in arms]
+            [cost(b, k) if k in (0, most[b]) or (k < most[b] and not is_exact) else math.inf for k in arms]
             for b in range(max_num_seqs + 1)
         ]
     )
@@ -137,14 +147,14 @@ def limit_lengths(per_batch: Sequence[int]) -> list[int]:
     return max((lowered(middle) for middle in found[1:-1]), key=sum)
 
 
-def cpu_cost(batch: int, drafts: int, load: float = 0.0) -> float:
+def cpu_cost(batch: int, drafts: int, load: float = 0.0, products: float = CPU_PRODUCTS) -> float:
     """Return the milliseconds of a step with `drafts` drafts per request, on the machine of the constants."""
-    step, per_request, per_row = CPU_STEP
-    cost = step + batch * (per_request + per_row * (1 + drafts))
+    (step, per_request, per_row), (read, computed) = CPU_STEP, (part * products / CPU_PRODUCTS for part in CPU_TARGET)
+    cost = step + read + batch * (per_request + (per_row + computed) * (1 + drafts))
     if drafts:
         draft, per_request, per_draft, per_token = CPU_DRAFT
-        cost += draft + per_request * batch
-        cost += drafts * (max(per_draft, load * CPU_READ) + max(per_token, load * per_row) * batch)
+        cost += draft + load * read + per_request * batch
+        cost += drafts * (per_draft + max(per_token, load * computed) * batch)
     return cost
 
 
