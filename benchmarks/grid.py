@@ -41,7 +41,7 @@ from benchmarks.own_text import NORMS_FILE, STATES_FILE, TEXT_FILE
 from vllm_mtpc.cli import guard
 from vllm_mtpc.data.rows import Rows
 from vllm_mtpc.engine import provenance
-from vllm_mtpc.eval.acceptance import collect, summarise
+from vllm_mtpc.eval.acceptance import Contexts, collect, summarise
 from vllm_mtpc.eval.metrics import ratio, step_starts
 from vllm_mtpc.eval.text import Samples, Sampling
 from vllm_mtpc.files import read_json, read_yaml
@@ -58,6 +58,7 @@ from vllm_mtpc.train.trainer import BETAS, MAX_NORM, Trainer, learning_rate, pea
 from vllm_mtpc.train.windows import Windows, WindowSource, window_states
 
 PROG = "python -m benchmarks.grid"
+TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")
 SAVE_STEPS = 100
 ROW_STEPS = 4  # of windows from a block of rows that the target runs over
 
@@ -100,6 +101,7 @@ class Text(NamedTuple):
     states: Tensor  # [T - prompt, D + 1], the states that predict the answer, and the log-sums of their logits
     temperature: float
     conversation: tuple[str, int]
+    task: str = ""  # of Spec-Bench
 
 
 @dataclass
@@ -147,7 +149,9 @@ def read_texts(folder: Path, hidden_size: int) -> list[Text]:
         both = np.concatenate([states[place].astype(np.float32), norms[place, None]], 1)
         tokens, prompt = torch.tensor([*record["prompt_ids"], *record["response_ids"]]), len(record["prompt_ids"])
         place_of = str(folder), record["conversation"]
-        texts.append(Text(tokens, prompt, torch.from_numpy(both), record["temperature"], place_of))
+        task = record.get("task", "")
+        task = task if task in TASKS else task and "conversation"  # MT-Bench's eight kinds
+        texts.append(Text(tokens, prompt, torch.from_numpy(both), record["temperature"], place_of, task))
     return texts
 
 
@@ -322,11 +326,12 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Return a row per cell: its size, seconds and results by texts and their temperature."""
     target = source.target
-    texts = {
-        f"{name}_t{t}": samples_of([text for text in some if text.temperature == t], target, source.layers)
+    chosen = {
+        f"{name}_t{t}": [text for text in some if text.temperature == t]
         for name, some in measured.items()
         for t in (1, 0)
     }
+    texts = {name: samples_of(some, target, source.layers) for name, some in chosen.items()}
     rows, base = [], dict[str, tuple[Tensor, Tensor]]()
     order = sorted(cells, key=lambda cell: cell.name != against)
     for cell in Bar(order, desc="measured", unit="head"):
@@ -347,10 +352,22 @@ def measure(
                 "tokens_per_step": found.tokens_per_step, "standard_error": found.standard_error,
                 "given": [k / max(before, 1e-9) for k, before in zip(found.per_position, ahead, strict=True)],
                 "gain": paired(sums, base[name]), "coverage": found.coverage, "texts": found.sequences,
+                **by_task([text.task for text in chosen[name]], *sums, contexts),
             }  # fmt: skip
         parameters = sum(value.numel() for value in cell.model.parameters() if value.requires_grad)
         rows.append({"name": cell.name, "parameters": parameters, "seconds": round(cell.seconds, 1), **results})
     return rows
+
+
+def by_task(tasks: Sequence[str], tokens: Tensor, steps: Tensor, contexts: Contexts) -> dict[str, Any]:
+    """Return tokens/step, their error and the share of ids that can be drafted by task, where texts have one."""
+    found = {}
+    for task in dict.fromkeys(filter(None, tasks)):
+        of_task = torch.tensor([one == task for one in tasks])
+        covered = contexts.covered[of_task].sum() / contexts.valid[of_task].sum()
+        mean, error = ratio(tokens[of_task], steps[of_task])
+        found[task] = {"tokens_per_step": mean, "standard_error": error, "coverage": covered.item()}
+    return {"tasks": found} if found else {}
 
 
 def paired(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> list[float]:

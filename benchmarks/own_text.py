@@ -2,9 +2,10 @@
 
 The target writes user's turns as `vllm-mtpc regenerate --prompts self` does, then three answers to each at temperatures
 of 0.6, 0.8, 1 and 0; unfinished answers are kept. ``--questions FILE`` (Spec-Bench's) has the first turns of that file
-answered at 1 and 0 instead. FOLDER has `own.jsonl`, a line per answer; `states.bin`, float16 [tokens, D], the target's
-state before each token of the answers; `norms.bin`, float32 [tokens], the log-sum of its logits. An interrupted run
-goes on with the next conversation. One engine runs in this process, in float32; states cost nothing: logits need them.
+answered at 1 and 0 instead, with their tasks. FOLDER has `own.jsonl`, a line per answer; `states.bin`, float16
+[tokens, D], the target's state before each token of the answers; `norms.bin`, float32 [tokens], the log-sum of its
+logits. An interrupted run goes on with the next conversation. One engine runs in this process, in float32; states cost
+nothing: logits need them.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def write(target: str, tokens: int, questions: Path | None, out: Path) -> int:
     recorder = Recorder(engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner)
     seen = {line["messages"][0]["content"].strip().lower() for line in lines}
     number = max((line["conversation"] for line in lines), default=-1) + 1
-    asked = [json.loads(line)["turns"][0] for line in read_lines(questions)] if questions else []
+    asked = [json.loads(line) for line in read_lines(questions)] if questions else []
     done, live = sum(len(line["response_ids"]) for line in lines), dict[str, dict[str, Any]]()
 
     def ask(name: str, prompt: list[int], temperature: float, most: int, **facts: Any) -> None:
@@ -94,15 +95,15 @@ def write(target: str, tokens: int, questions: Path | None, out: Path) -> int:
 
     def begin(number: int) -> None:
         if asked:
-            return answer(number, asked[number], (1.0, 0.0))
+            return answer(number, asked[number]["turns"][0], (1.0, 0.0), task=asked[number].get("category", ""))
         temperature = USER_TEMPERATURES[number % 2]
         ask(f"{number}/user", writer._parts([])[0], temperature, USER_TOKENS, conversation=number)
 
-    def answer(number: int, content: str, temperatures: Iterable[float]) -> None:
+    def answer(number: int, content: str, temperatures: Iterable[float], **facts: Any) -> None:
         messages = [{"role": "user", "content": content}]
         prompt = chat_prompt(messages, tokenizer)
         for one in temperatures:
-            ask(f"{number}/{one}", prompt, one, ANSWER_TOKENS, conversation=number, messages=messages)
+            ask(f"{number}/{one}", prompt, one, ANSWER_TOKENS, conversation=number, messages=messages, **facts)
 
     with (
         open(file, "a", encoding="utf-8") as text,

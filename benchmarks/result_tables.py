@@ -122,6 +122,20 @@ def parts(*names: str, also: Sequence[str] = ()) -> str:
     return table("trunk, circuit, leaves|seeds", lines, ["parameters", *texts.values(), "minutes"])
 
 
+def tasks(name: str) -> str:
+    """Return tokens/step on Spec-Bench by task, and the share of the target's tokens that can be drafted."""
+    (first, *_), lines = content(name)["rows"], []
+    for t in (1, 0):
+        for row in content(name)["rows"]:
+            found = row[f"unseen_t{t}"]["tasks"].values()
+            shown = (f"{one['tokens_per_step']:.2f} ± {one['standard_error']:.2f}" for one in found)
+            lines.append([f"{row['name']}, T={t}", *shown])
+        lines.append(
+            [f"can be drafted, T={t}", *(f"{one['coverage']:.1%}" for one in first[f"unseen_t{t}"]["tasks"].values())]
+        )
+    return table("head", lines, list(first["unseen_t1"]["tasks"]))
+
+
 def over_seeds(results: list[Row]) -> str:
     """Return tokens/step and the gain ± its error: of the texts, which are the same ones, and of the seeds."""
     gains, errors = (np.array([row["gain"][part] for row in results]) for part in (0, 1))
@@ -201,6 +215,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "parts": partial(parts, "smollm2-grid", also=("smollm2-seeds",)),
     "parts factors": partial(parts, "smollm2-factors", also=("smollm2-seeds",)),
     "parts more": partial(parts, "smollm2-more-steps"),
+    "parts head": partial(parts, "smollm2-first", "smollm2-head"),
+    "tasks": partial(tasks, "smollm2-head"),
     "parts rows": partial(parts, "smollm2-rows"),
     "parts longer": partial(parts, "smollm2-circuits"),
     "milliseconds": partial(steps, "smollm2-step-plain", "smollm2-step", "smollm2-step-before"),

@@ -15,7 +15,7 @@ from functools import cache, partial
 from statistics import fmean, harmonic_mean, median, stdev
 from typing import Any
 
-from vllm_mtpc import demo as packaged
+from benchmarks.demo import demo_heads
 from vllm_mtpc.engine import provenance
 
 CELLS = [(temperature, clients) for temperature in (1.0, 0.0) for clients in (1, 4, 16)]
@@ -26,6 +26,7 @@ UNSEEN = {  # heads, by how their rows begin
     "btree": ("cpu", "btree (V1)"),
     "backbone [btree]": ("v2", "backbone (V2, its kernels interpreted)"),
 }
+CHAT, CHAT_HEAD = "serve-smollm2-cpu", "smollm2 [hmm]"
 KINDS = ("functions", "prose", "json")  # of unseen prompts
 UNDRAFTED_GOAL = 0.98  # of the CPU seconds of plain vLLM, with K=0
 
@@ -36,7 +37,7 @@ Rows = dict[str, dict[tuple[float, int], dict[str, Any]]]  # by decoding, then t
 def content(file: str) -> Any:
     """Return a result file, or the provenance of a packaged head (``head/btree``)."""
     kind, _, name = file.rpartition("/")
-    path = packaged.path(name) / "provenance.json" if kind == "head" else provenance.RESULTS / f"{name}.json"
+    path = demo_heads.path(name) / "provenance.json" if kind == "head" else provenance.RESULTS / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -68,13 +69,19 @@ def show(row: dict[str, Any], *, has_range: bool = False, has_steps: bool = Fals
 
 def headline() -> str:
     """Return README's table."""
-    rows = read("serve-demo-cpu")
-    shown = {"head `cp`": "cp", "head `btree`": "btree", "ngram (vLLM's own)": "ngram"}
+    rows = read(CHAT)
+    shown = {"head `smollm2`": CHAT_HEAD, "ngram (vLLM's own)": "ngram"}
     lines = [[name, *(f"{rows[key][cell]['speedup']:.2f}x" for cell in CELLS)] for name, key in shown.items()]
     plain = ["plain vLLM, tok/s", *(show(rows["plain"][cell]) for cell in CELLS)]
-    size = content("head/target")["figures"]["parameters"]
-    commit = content("serve-demo-cpu")["commit"][:8]
-    return table(f"demo target ({size / 1e6:.1f}M parameters, bytes), commit {commit}", [plain, *lines])
+    return table(f"SmolLM2-135M-Instruct, commit {content(CHAT)['commit'][:8]}", [plain, *lines])
+
+
+def chat() -> str:
+    """Return the table of SmolLM2."""
+    lines = [
+        [name, *(show(row[cell], has_range=True, has_steps=True) for cell in CELLS)] for name, row in read(CHAT).items()
+    ]
+    return table("", lines)
 
 
 def demo() -> str:
@@ -83,9 +90,9 @@ def demo() -> str:
     return table("", [[name, *(show(row[cell], has_range=True) for cell in CELLS)] for name, row in rows.items()])
 
 
-def identical(ours: bool) -> str:
-    """Return how many greedy outputs of the demo equal plain vLLM's; a decoding has one check for all its cells."""
-    found = [one[0.0, 1] for one in read("serve-demo-cpu").values()]
+def identical(ours: bool, name: str = "serve-demo-cpu") -> str:
+    """Return how many greedy outputs equal plain vLLM's; a decoding has one check for all its cells."""
+    found = [one[0.0, 1] for one in read(name).values()]
     checks = [row["identical"] for row in found if row["identical"] and row["ours"] == ours]
     same, asked = map(sum, zip(*checks, strict=True))
     return f"{same:,} of {asked:,}"
@@ -201,6 +208,8 @@ def count(cells: list[list[float]], goal: float = GOAL) -> str:
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "headline": headline,
+    "chat": chat,
+    "identical chat": partial(identical, True, CHAT),
     "span": span,
     "demo": demo,
     "identical": partial(identical, ours=True),

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets everything up and runs the demo: a server with a head, and a comparison with plain vLLM.
+# Sets everything up and runs the demo: a chat model, plain and with its head, answers five questions.
 #
 #   scripts/demo.sh [--logs DIR]
 set -euo pipefail
@@ -7,4 +7,5 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX # bytecode is kept next to the sources, see setup.sh
 
 scripts/setup.sh
+scripts/smollm2.sh || true # it says why not
 exec .venv/bin/python scripts/demo.py "$@"

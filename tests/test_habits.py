@@ -13,14 +13,15 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from benchmarks.demo import demo_heads
 from tests.support.configs import engine_config
-from vllm_mtpc import demo, plugin
+from vllm_mtpc import plugin
 from vllm_mtpc.cli import main
 from vllm_mtpc.proposers.patches.patch import apply
 from vllm_mtpc.proposers.patches.vllm_patches import WITH_HEAD
 from vllm_mtpc.proposers.worker import counts
 
-TARGET, HEAD = demo.path("target"), demo.path("btree")
+TARGET, HEAD = demo_heads.path("target"), demo_heads.path("btree")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,7 +51,7 @@ def test_method_is_that_of_the_head_without_a_method(words: tuple[str, ...]) -> 
 
 def test_ptp_is_a_choice_of_spec_method(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="Model Runner V1") as caught:  # a CPU's: past argparse, and one line
-        speculative_config("--spec-method", "ptp", "--spec-model", str(demo.path("o-ptp")))
+        speculative_config("--spec-method", "ptp", "--spec-model", str(demo_heads.path("o-ptp")))
     assert len(str(caught.value).splitlines()) == 1
     with pytest.raises(SystemExit):
         speculative_config("--spec-method", "nonsense", "--spec-model", str(HEAD))
@@ -129,6 +130,6 @@ def test_counters_have_our_prefix_and_for_one_release_that_of_vllm(kind: str, me
 def test_speculators_reads_configs_of_heads(name: str, drafts: int) -> None:
     library = pytest.importorskip("speculators", reason="the library speculators is not installed")
     import_module("vllm_mtpc.speculators")
-    config = library.SpeculatorModelConfig.from_pretrained(demo.path(name))
+    config = library.SpeculatorModelConfig.from_pretrained(demo_heads.path(name))
     assert config.speculators_config.proposal_methods[0].speculative_tokens == drafts
     assert config.window == drafts + 1

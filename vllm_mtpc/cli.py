@@ -38,7 +38,6 @@ COMMANDS = {  # help and module by name
     "doctor": ("compare served acceptance with expected acceptance", "vllm_mtpc.eval.doctor"),
     "batch": ("answer files of prompts on one engine; resumable", "vllm_mtpc.batch.command"),
     "bench": ("compare plain vLLM, its own methods and heads", "vllm_mtpc.bench.serve_command"),
-    "plot": ("draw the acceptance of heads by position", "vllm_mtpc.plots.command"),
     "convert": ("convert a checkpoint of another project into a head", "vllm_mtpc.checkpoint.convert.command"),
 }
 

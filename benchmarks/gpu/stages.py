@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from benchmarks.demo import demo_heads
 from benchmarks.gpu.parts import ALL_DRAFTS, Part, Programme, bench_serve, windowed, words
-from vllm_mtpc import demo
 
 # the first failure ends it, with the reason: time on a GPU is short
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-ra", "-x", "--tb=short"]
@@ -76,7 +76,7 @@ def tests(programme: Programme) -> list[Part]:
 
 def identity(programme: Programme, name: str, heads: Sequence[str], seconds: float, **options: Any) -> Part:
     """Greedy answers of the demo's heads compared with plain vLLM's; on a CPU PTP heads would take minutes."""
-    folders = {"target": demo.path("target"), "heads": [*map(demo.path, programme.size(heads, ["btree"]))]}
+    folders = {"target": demo_heads.path("target"), "heads": [*map(demo_heads.path, programme.size(heads, ["btree"]))]}
     how = programme.size({"concurrency": 32, "prompts": 96}, {"concurrency": 2, "prompts": 4, "max_tokens": 16})
     return windowed(programme, name, seconds, **{"dtype": "float32", "temperature": 0, **folders, **how, **options})
 
@@ -90,10 +90,15 @@ def window(programme: Programme) -> list[Part]:
         {"dtype": "bfloat16", "concurrency": [1, 16, 64], "prompts": 8},
         {"concurrency": 1, "prompts": 2, "max_tokens": 8},
     )
-    names = programme.size(("btree", demo.BACKBONE, "late"), ("btree",))
-    on_demo = {"target": demo.path("target"), "heads": [*map(demo.path, names)], "temperature": [0, 1], **how}
+    names = programme.size(("btree", demo_heads.BACKBONE, "late"), ("btree",))
+    on_demo = {
+        "target": demo_heads.path("target"),
+        "heads": [*map(demo_heads.path, names)],
+        "temperature": [0, 1],
+        **how,
+    }
     make, of_8b = synthetic(programme, *programme.size(("llama-8b", "btree", 8, 8), ("1x64", "btree", 4, 2)))
-    wanted, engine = ("btree", demo.BACKBONE, "late", "o-ptp"), programme.size(NOT_COMPILED, {})
+    wanted, engine = ("btree", demo_heads.BACKBONE, "late", "o-ptp"), programme.size(NOT_COMPILED, {})
     return [
         identity(programme, "identity", wanted, 200, environment=IEEE, engine=engine),
         windowed(programme, "speed", 300, peers=programme.size(["ngram"], []), **on_demo),
@@ -149,13 +154,13 @@ def serve(programme: Programme) -> list[Part]:
         {"concurrency": CLIENTS, "prompts": 8, "max_tokens": 128, "dtype": "bfloat16"},
         {"concurrency": [1, 2], "prompts": 2, "max_tokens": 16},
     )
-    heads = [*map(demo.path, (*demo.CIRCUITS, demo.BACKBONE))]
+    heads = [*map(demo_heads.path, (*demo_heads.CIRCUITS, demo_heads.BACKBONE))]
     of_heads = {"heads": heads, "variant": EVERY_DRAFT, "concurrency": [1, 16, 256]}
-    on_demo = {"target": demo.path("target"), **sizes, **programme.size(of_heads, {})}
+    on_demo = {"target": demo_heads.path("target"), **sizes, **programme.size(of_heads, {})}
     parts = [windowed(programme, "demo", 480, peers=["ngram"], **on_demo)]
     if not programme.is_toy:  # elsewhere Model Runner V2 is interpreted, for minutes
         how = {"concurrency": [1, 4, 16, 64], "prompts": 8, "dtype": "bfloat16"}
-        part = bench_serve(programme, "ptp", 420, heads=demo.path("late"), **how)
+        part = bench_serve(programme, "ptp", 420, heads=demo_heads.path("late"), **how)
         ways = [f"{way}={json.dumps({'draft_pass': way})}" for way in ("two-pass", "merged")]
         parts.append(replace(part, command=[*part.command, *(word for way in ways for word in ("--variant", way))]))
     return parts

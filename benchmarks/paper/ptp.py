@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
+from benchmarks.demo import demo_heads
 from benchmarks.paper import spec_bench, students
 from benchmarks.paper.frame import Row, Table
 from benchmarks.paper.ptp_figures import draw_pairs
 from benchmarks.paper.students import COIN, FROM_DATA, LONG
-from vllm_mtpc import demo
 from vllm_mtpc.heads.ptp.embedding import EMBEDDINGS
 
 SHORTER = (2, 4, 8)  # windows of table 1
@@ -147,7 +147,7 @@ def unit_square() -> Iterator[Row]:
 
 def card(variant: str) -> dict[str, Any]:
     """Results of the evaluator for a packaged head at T=1."""
-    return json.loads((demo.path(variant) / "provenance.json").read_text(encoding="utf-8"))["figures"]["t1"]
+    return json.loads((demo_heads.path(variant) / "provenance.json").read_text(encoding="utf-8"))["figures"]["t1"]
 
 
 def of_card(found: dict[str, Any]) -> Row:

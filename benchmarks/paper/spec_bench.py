@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.demo import demo_heads
 from benchmarks.paper.frame import Row
-from vllm_mtpc import demo
 from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.checkpoint.ptp_head import load_student
 from vllm_mtpc.engine import provenance
@@ -84,12 +84,12 @@ def answered(target: Target, asked: list[Question], sampling: Sampling, seed: in
 
 @cache
 def _loaded() -> tuple[Target, dict[str, Any]]:
-    target = load_target(demo.path("target"), torch.float32)
+    target = load_target(demo_heads.path("target"), torch.float32)
     heads = {}
     for name in CIRCUITS:
-        heads[name] = load_head(demo.path(name))[1].float().eval()
+        heads[name] = load_head(demo_heads.path(name))[1].float().eval()
         bind(heads[name], target)
-    return target, heads | {name: load_student(demo.path(name), target) for name in STUDENTS}
+    return target, heads | {name: load_student(demo_heads.path(name), target) for name in STUDENTS}
 
 
 def rows() -> Iterator[Row]:

@@ -21,16 +21,15 @@ from vllm_mtpc.engine.options import API_KEY
 from vllm_mtpc.engine.server import run_server
 from vllm_mtpc.errors import UsageError
 
-DEMO_HEADS = ("btree", "hmm", "cp", "ff")
 DEMO_ENGINE = ("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", "256M")
-PROMPTS = {True: "def read_lines(path):\n    ", False: "Write a short poem about a lighthouse."}  # of the demo or not
+PROMPT, BYTES_PROMPT = "Write a short poem about a lighthouse.", "def read_lines(path):\n    "
 
 
 def main(words: list[str] | None = None) -> int:
     parser = Parser(prog="python -m examples.play", description="Show plain vLLM and a head on a web page.")
     add = parser.add_argument
     add("--target", metavar="MODEL", help="folder or hub name (default: the target of the first head)")
-    add("--head", action="append", default=[], help="folder or hub name; repeatable (default: the packaged demo)")
+    add("--head", action="append", default=[], help="folder or hub name; repeatable (default: the demo's)")
     add("--port", type=int, default=8600, help="of the page (8600)")
     add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine only)")
     add("engine", nargs="*", metavar="-- FLAG", help="flags of `vllm serve`")
@@ -41,7 +40,11 @@ def run(args: argparse.Namespace) -> int:
     """Run two servers, of the target alone and with the first head, and serve the page until Ctrl+C."""
     if args.target and not args.head:
         raise UsageError("--target without --head: name the head that is to draft for it, --head HEAD_FOLDER")
-    folders = {head: resolve_head(head) for head in args.head} or {name: demo.path(name) for name in DEMO_HEADS}
+    is_chat = bool(args.head) or demo.CHAT_FOLDER.exists()
+    packaged = demo.CHAT if is_chat else "btree"
+    if packaged == demo.CHAT and not args.head:
+        args.target = str(demo.CHAT_FOLDER)
+    folders = {head: resolve_head(head) for head in args.head} or {packaged: demo.path(packaged)}
     first = next(iter(folders.values()))
     config = read_config(first)
     target = args.target or str(resolve_verifier(first, config.speculators_config.verifier.name_or_path))
@@ -61,9 +64,7 @@ def run(args: argparse.Namespace) -> int:
             return stack.enter_context(run_server(arguments[name], Path(logs) / f"{name}.log", environment)).url
 
         plain, head = pool.map(start, arguments)
-        play = Play(
-            Path(target).name if args.head else "the packaged demo", plain, head, folders, PROMPTS[not args.head]
-        )
+        play = Play(Path(target).name, plain, head, folders, PROMPT if is_chat else BYTES_PROMPT)
         print(f"open http://{args.host}:{args.port} (Ctrl+C ends it)", flush=True)
         web.run_app(play.app(args.host), host=args.host, port=args.port, print=None)
     return 0

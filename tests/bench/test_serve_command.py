@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from vllm_mtpc import cli, demo
+from benchmarks.demo import demo_heads
+from vllm_mtpc import cli
 from vllm_mtpc.bench import comparison, serve_command
 from vllm_mtpc.bench.comparison import ORDERS, Comparison, Pass
 from vllm_mtpc.bench.decodings import Decoding, find_heads
@@ -75,7 +76,7 @@ class Engines:
         return measured(self.seconds(name, setting, self.passes[name] - 1))
 
 
-HEAD = str(demo.path("btree"))
+HEAD = str(demo_heads.path("btree"))
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -91,26 +92,25 @@ def with_defaults(*words: str, on_gpu: bool = False) -> argparse.Namespace:
 
 
 def test_defaults_follow_the_heads_and_the_machine() -> None:
-    args = with_defaults("--demo")
-    assert (args.concurrency, args.rounds, args.dtype, args.order) == ([1, 4, 16], 4, "float32", "interleaved")
+    heads = [str(demo_heads.path(name)) for name in ("ff", "cp", "btree")]
+    args = with_defaults("--heads", *heads, "--concurrency", "1", "4", "16")
+    assert (args.rounds, args.dtype, args.order) == (3, "float32", "interleaved")
     names = [one.name for one in serve_command.find_decodings(args, on_gpu=False)]
-    assert names == ["plain", "ngram", "ff (Medusa-style)", "cp", "hmm", "btree"]
+    assert names == ["plain", "ngram", "ff (Medusa-style)", "cp", "btree"]
     cells = serve_command.make_loads(args)
-    assert [(one.clients, one.prompts, one.max_tokens) for one in cells[:3]] == [(1, 8, 96), (4, 12, 96), (16, 48, 96)]
-    assert Path(with_defaults("--demo", on_gpu=True).heads[-1]) == demo.path("late")
+    assert [(one.clients, one.prompts) for one in cells[:3]] == [(1, 16), (4, 16), (16, 48)]
     on_gpu = with_defaults("--heads", HEAD, on_gpu=True)
-    assert (on_gpu.order, on_gpu.dtype) == ("bracketed", "auto") and Path(on_gpu.target) == demo.path("target")
+    assert (on_gpu.order, on_gpu.dtype) == ("bracketed", "auto") and Path(on_gpu.target) == demo_heads.path("target")
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ([], "nothing to compare"),
-        (["--demo", "--target", "x"], "its own target"),
-        (["--demo", "--rounds", "0"], "--rounds 0"),
-        (["--demo", "--concurrency", "0"], "--concurrency must be"),
-        (["--demo", "--temperature", "-1"], "--temperature 0 or more"),
-        (["--demo", "--peers", "--peer", 'cp={"method": "eagle"}'], "--peer cp: another row"),
+        (["--heads", HEAD, "--rounds", "0"], "--rounds 0"),
+        (["--heads", HEAD, "--concurrency", "0"], "--concurrency must be"),
+        (["--heads", HEAD, "--temperature", "-1"], "--temperature 0 or more"),
+        (["--heads", HEAD, "--peers", "--peer", 'btree={"method": "eagle"}'], "--peer btree: another row"),
         (["--heads", HEAD, HEAD], "named twice"),
         (["--heads", "/no/such/head", "--target", "x"], "no head"),
         *((words, "") for words in (["--variant", "K=3"], ["--engine", "["], ["--peer", "a=[1]"], ["--peer", "={}"])),
@@ -179,7 +179,7 @@ def test_heads_that_did_not_run_or_differ_fail(
 def test_engines(tmp_path: Path) -> None:
     """Plain, btree, ngram and the target as its own draft model, served; a few tokens."""
     words = ["--heads", HEAD, "--concurrency", "1", "2", "--prompts", "2", "--max-tokens", "16", "--rounds", "1"]
-    draft = {"method": "draft_model", "model": str(demo.path("target")), "num_speculative_tokens": 2}
+    draft = {"method": "draft_model", "model": str(demo_heads.path("target")), "num_speculative_tokens": 2}
     words += ["--peers", "ngram", "--peer", f"itself={json.dumps(draft)}", "--json", str(tmp_path / "r.json")]
     assert cli.main(["bench", "serve", *words]) == 0
     rows = json.loads((tmp_path / "r.json").read_text())["rows"]
@@ -189,11 +189,11 @@ def test_engines(tmp_path: Path) -> None:
         assert row["identical"] is None or row["identical"][0] == row["identical"][1]
 
 
-NAMES = [str(demo.path(name)) for name in (*demo.CIRCUITS, *demo.PTP)]
+NAMES = [str(demo_heads.path(name)) for name in (*demo_heads.CIRCUITS, *demo_heads.PTP)]
 
 
 def test_heads_that_need_v2_are_missing_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = read_config(demo.path("btree")).model_dump(exclude_none=True)
+    config = read_config(demo_heads.path("btree")).model_dump(exclude_none=True)
     lora = {"kind": "lora", "layers": 2, "rank": 4, "alpha": 4.0}
     (tmp_path / "config.json").write_text(json.dumps(config | {"trunk": lora}))
     names = [*NAMES, str(tmp_path)]
@@ -214,7 +214,7 @@ def test_heads_variants_and_peers_have_different_names(tmp_path: Path) -> None:
     assert [one.name for one in found] == ["ff (Medusa-style)", "cp", "hmm", "btree", "o-ptp", "c-ptp", "late"]
     places = [str(tmp_path / place) for place in ("a/head", "b/head", "b/mine")]
     for place in places:
-        shutil.copytree(demo.path("ff"), place)
+        shutil.copytree(demo_heads.path("ff"), place)
     for few, names in ((places[1:], ["head", "mine"]), (places, ["a/head", "b/head", "b/mine"])):
         assert [one.name for one in find_heads(few, {}, False)] == [f"{name} [ff (Medusa-style)]" for name in names]
     words = ["--heads", HEAD, "--variant", 'K=3={"num_speculative_tokens": 3}', "--peer", 'e={"method": "eagle"}']

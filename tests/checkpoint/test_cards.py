@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
+from benchmarks.demo import demo_heads
 from tests.support.files import front_matter_of
-from vllm_mtpc import demo
-from vllm_mtpc.checkpoint.metadata import card_data, eval_results, license_of, target_license
+from vllm_mtpc.checkpoint.metadata import card_data, eval_results, license_of, target_license, weights_of
 
 
 def test_known_metadata_is_read_back(tmp_path: Path) -> None:
@@ -31,6 +31,17 @@ def test_unknown_metadata_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "said"),
+    [("base_model: a/b\nbase_model_relation: quantized", "a/b, quantized"), ("base_model: a/b", "a/b"),
+     ("base_model: [a/b, c/d]", ""), ("license: mit", "")],
+)  # fmt: skip
+def test_card_names_the_weights_that_were_trained_on(tmp_path: Path, given: str, said: str) -> None:
+    (tmp_path / "README.md").write_text(f"---\n{given}\n---\n")
+    assert weights_of(str(tmp_path)) == said
+    assert weights_of("org/name") == ""
+
+
+@pytest.mark.parametrize(
     "text", ["", "# A head\n", "---\nlicense: unknown\n---\n", "---\na: [\n---\n", "---\n- a\n---\n"]
 )
 def test_card_without_licence(tmp_path: Path, text: str) -> None:
@@ -45,8 +56,8 @@ def test_local_file_is_not_a_hub_data_set() -> None:
     assert (several.dataset_type, several.dataset_name) == ("text", "a/b, c")
 
 
-@pytest.mark.parametrize("name", demo.NAMES)
+@pytest.mark.parametrize("name", ["target", *demo_heads.NAMES])
 def test_packaged_cards(name: str) -> None:
-    found = front_matter_of(demo.path(name))
+    found = front_matter_of(demo_heads.path(name))
     assert (found["license"], found["pipeline_tag"]) == ("apache-2.0", "text-generation")
     assert name == "target" or "model-index" in found

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.demo import demo_heads
 from tests.support.tiny import llama_target
-from vllm_mtpc import demo
 from vllm_mtpc.data.prompts import held_out
 from vllm_mtpc.errors import MtpcError, UsageError
 from vllm_mtpc.eval import command, doctor, text
 from vllm_mtpc.eval.evaluator import attach
 
-HEAD = str(demo.path("btree"))
+HEAD = str(demo_heads.path("btree"))
 
 
 def run_program(program: ModuleType, head: str, *words: str) -> int:
@@ -31,8 +31,8 @@ def run_program(program: ModuleType, head: str, *words: str) -> int:
 @pytest.fixture(scope="module")
 def ptp_head(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The packaged head, with another distribution than the default one in its config."""
-    folder = Path(shutil.copytree(demo.path("o-ptp"), tmp_path_factory.mktemp("ptp") / "o-ptp"))
-    shutil.copytree(demo.path("target"), folder.with_name("target"))
+    folder = Path(shutil.copytree(demo_heads.path("o-ptp"), tmp_path_factory.mktemp("ptp") / "o-ptp"))
+    shutil.copytree(demo_heads.path("target"), folder.with_name("target"))
     config = json.loads((folder / "config.json").read_text())
     config |= {"trained_temperature": 0.7, "trained_top_k": 20, "trained_top_p": 0.9}
     (folder / "config.json").write_text(json.dumps(config))
@@ -104,7 +104,7 @@ def test_request_is_refused_in_one_line(ptp_head, data, program, kind, words, me
 
 
 def test_head_of_another_size_is_refused(ptp_head):
-    for folder in (demo.path("cp"), Path(ptp_head)):
+    for folder in (demo_heads.path("cp"), Path(ptp_head)):
         with pytest.raises(UsageError, match="vocab_size=257, but target tiny has 40"):
             attach(folder, llama_target(vocab_size=40))
 

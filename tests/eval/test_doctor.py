@@ -16,9 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.demo import demo_heads
 from tests.support.tiny import Decoded, Rejection, TableTarget, continue_all, llama_target, tiny_head
 from tests.support.tiny_ptp import continue_prompt, random_student
-from vllm_mtpc import demo
 from vllm_mtpc.data.prompts import held_out
 from vllm_mtpc.engine import served as engine
 from vllm_mtpc.engine.counters import Acceptance
@@ -35,7 +35,7 @@ from vllm_mtpc.heads.ptp.student import Student
 from vllm_mtpc.heads.trunk.lora import LoraDraftLayers
 from vllm_mtpc.hf import load_target
 
-HEAD = str(demo.path("btree"))
+HEAD = str(demo_heads.path("btree"))
 K, PROMPTS, TOKENS = 7, 4, 40
 PTP_K, PTP_TOKENS = 4, 32
 PTP_PROMPTS = [[5, 6, 7], [1], [2, 9, 9, 9], [11, 3, 1], [4, 4], [8, 10]]
@@ -110,7 +110,7 @@ def test_noise_is_that_of_repeated_serving():
 def test_other_drafts_are_noticed(loaded, prompts, healthy):
     """Drafts of another head, of random weights, without the head's draft layers, and fewer of them than asked for."""
     torch.manual_seed(0)
-    others = [load(str(demo.path("ff"))).head, build_head(loaded.config).eval().requires_grad_(False)]
+    others = [load(str(demo_heads.path("ff"))).head, build_head(loaded.config).eval().requires_grad_(False)]
     cases = [(loaded, serve(head, loaded.target, prompts, 0.0)) for head in others]
     layers, generator = LoraDraftLayers(loaded.target, 1), torch.Generator().manual_seed(0)
     for value in layers.parameters():
@@ -130,7 +130,7 @@ def test_other_drafts_are_noticed(loaded, prompts, healthy):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_another_target_is_noticed(loaded, prompts, tmp_path, temperature):
     """The demo's target with its last layer's weights turned around."""
-    folder = Path(shutil.copytree(demo.path("target"), tmp_path / "other"))
+    folder = Path(shutil.copytree(demo_heads.path("target"), tmp_path / "other"))
     tensors, name = load_file(folder / "model.safetensors"), "model.layers.7.mlp.down_proj.weight"
     save_file({**tensors, name: tensors[name].flip(0).contiguous()}, folder / "model.safetensors", {"format": "pt"})
     target = load_target(folder, attention="torch")
@@ -189,7 +189,7 @@ def test_refusal_of_the_engine_is_shown(monkeypatch, capsys):
 
     monkeypatch.setattr(engine, "serve", refuse)
     with pytest.raises(UsageError, match="the end of its log is above"):
-        doctor.run(arguments(str(demo.path("o-ptp")), "--prompts", "2", "--max-tokens", "12", "--device", "cpu"))
+        doctor.run(arguments(str(demo_heads.path("o-ptp")), "--prompts", "2", "--max-tokens", "12", "--device", "cpu"))
     assert "method 'ptp' on Model Runner V1" in capsys.readouterr().err
 
 

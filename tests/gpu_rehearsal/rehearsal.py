@@ -133,12 +133,12 @@ class Rehearsal:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.plugins import load_general_plugins
 
-        from vllm_mtpc import demo
+        from benchmarks.demo import demo_heads
 
-        given = {"model": str(demo.path("target"))} | ENGINE | engine
+        given = {"model": str(demo_heads.path("target"))} | ENGINE | engine
         if self.report.head != "plain":
             head = self.report.head
-            folder = Path(head) if "/" in head else demo.path(head)
+            folder = Path(head) if "/" in head else demo_heads.path(head)
             method = json.loads((folder / "config.json").read_text())["speculators_model_type"]
             given["speculative_config"] = {"method": method, "model": str(folder)} | spec
         load_general_plugins()

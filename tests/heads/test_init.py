@@ -104,15 +104,16 @@ def test_more_components_repeat_the_distribution(name, circuit, monkeypatch):
 
 
 @pytest.mark.parametrize("name, skip", [("linear", 0), ("shared", 0), ("mlp", 1), ("mlp low rank", 1)])
-@pytest.mark.parametrize("circuit", CIRCUITS)
-def test_a_smaller_window_is_extended_by_its_last_position(circuit, name, skip):
-    source, head = build("ff", 1, name, 2, vocab=SMALL, std=0.3), build(circuit, 1, name, 4, vocab=SMALL)
+@pytest.mark.parametrize("circuit, r", [("ff", 1), *((circuit, r) for circuit in MIXTURES for r in (1, 3))])
+def test_a_smaller_window_is_extended_by_its_last_position(circuit, r, name, skip, monkeypatch):
+    monkeypatch.setattr("vllm_mtpc.heads.init.INIT_STD", 0.0)  # components start equal
+    source, head = build("ff", 1, name, 2, vocab=SMALL, std=0.3), build(circuit, r, name, 4, vocab=SMALL)
     init_from_head(head, source)
     bind_target(head, SMALL)
     given, first = hidden_states(1), torch.zeros(1, dtype=torch.long)
-    ours, theirs = head(given, first).leaf, source(given, first).leaf
-    torch.testing.assert_close(ours[:, : 2 - skip], theirs, rtol=0, atol=1e-5)  # float32 rounding near -10
-    torch.testing.assert_close(ours[:, 2 - skip :], theirs[:, -1:].expand(-1, 2, -1, -1), rtol=0, atol=1e-5)
+    ours, theirs = (one.leaves(one.trunk(given, first)[1], skip, one.circuit.window) for one in (head, source))
+    wanted = torch.cat([theirs, theirs[:, -1:].repeat(1, 2, 1, 1)], 1)
+    torch.testing.assert_close(ours, wanted.expand_as(ours), rtol=0, atol=1e-5)  # float32 rounding near -10
 
 
 @pytest.mark.parametrize("of_one, of_several, ids", [("shared", "low rank", None), ("mlp", "mlp low rank", [0, 2])])

@@ -17,10 +17,10 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.testclient import TestClient
 
+from benchmarks.demo import demo_heads
 from tests.e2e.test_servers import CHAT, check_chat
 from tests.operate.test_dashboard import EXPRESSIONS
 from tests.support import serve
-from vllm_mtpc import demo
 from vllm_mtpc.engine import server
 from vllm_mtpc.proposers.options import refusals  # noqa: F401  vLLM's configuration before its entry points
 from vllm_mtpc.proposers.patches.endpoint import PATH, HeadEndpoint
@@ -46,7 +46,7 @@ class Asking:
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asking]:
-    words = [str(demo.path("btree")), "--dtype", "float32", "--enforce-eager", *CHAT]
+    words = [str(demo_heads.path("btree")), "--dtype", "float32", "--enforce-eager", *CHAT]
     words += ["--kv-cache-memory-bytes", str(1 << 26), "--max-model-len", "512"]
     log = tmp_path_factory.mktemp("endpoint") / "server.log"
     environment = {"MTPC_ALLOW_HEAD_SWAP": "1", "VLLM_API_KEY": KEY}
@@ -75,17 +75,17 @@ def test_heads_are_swapped_under_requests(client: Asking, plain: str) -> None:
         asked = pool.map(ask, range(3))
         stack.callback(is_over.set)
         for name in ("hmm", "cp", "ff", "btree", "hmm"):
-            status, answer = client.send("/mtpc/head", {"path": str(demo.path(name))})
+            status, answer = client.send("/mtpc/head", {"path": str(demo_heads.path(name))})
             assert (status, answer["circuit"]) == (200, name)
-            assert answer["head"] == str(demo.path(name))
+            assert answer["head"] == str(demo_heads.path(name))
     texts = [text for answered in asked for text in answered]
     assert len(texts) >= 3 and set(texts) == {plain}
 
 
 def test_what_does_not_fit_is_a_400_and_changes_nothing(client: Asking, plain: str) -> None:
     for body, said in {
-        json.dumps({"path": str(demo.path("o-ptp"))}).encode(): "is of method 'ptp', not 'mtpc'",
-        json.dumps({"path": str(demo.path("target"))}).encode(): "the head is not swapped",
+        json.dumps({"path": str(demo_heads.path("o-ptp"))}).encode(): "is of method 'ptp', not 'mtpc'",
+        json.dumps({"path": str(demo_heads.path("target"))}).encode(): "the head is not swapped",
         json.dumps({"path": "no/such/folder"}).encode(): "no/such/folder",
         b'{"path": 7}': '/mtpc/head takes {"path": "HEAD_FOLDER"}',
         b"[]": '/mtpc/head takes {"path": "HEAD_FOLDER"}',
@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_a_400_and_changes_nothing(client: Asking, plain: s
 
 def test_it_asks_for_the_key(client: Asking) -> None:
     for key in (None, "another"):
-        assert client.send("/mtpc/head", {"path": str(demo.path("cp"))}, key)[0] == 401
+        assert client.send("/mtpc/head", {"path": str(demo_heads.path("cp"))}, key)[0] == 401
 
 
 def test_drafts_of_one_request(client: Asking, plain: str) -> None:
@@ -165,9 +165,9 @@ class Swaps:
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
 def test_other_content_types_are_refused(kind: str) -> None:
     swaps = Swaps()
-    status, message = swaps.post(str(demo.path("cp")), Content_Type=kind)
+    status, message = swaps.post(str(demo_heads.path("cp")), Content_Type=kind)
     assert status == 415 and "Content-Type: application/json" in message and swaps.asked == []
-    assert swaps.post(str(demo.path("cp")), Content_Type="application/json; charset=utf-8")[0] == 200
+    assert swaps.post(str(demo_heads.path("cp")), Content_Type="application/json; charset=utf-8")[0] == 200
 
 
 def test_web_page_cannot_swap_without_the_key() -> None:
@@ -176,10 +176,10 @@ def test_web_page_cannot_swap_without_the_key() -> None:
     asking = {"Origin": page, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
     swaps = Swaps()
     assert swaps.client.options(PATH, headers=asking).status_code == 200
-    assert swaps.post(str(demo.path("cp")), Origin=page)[0] == 403 and swaps.asked == []
+    assert swaps.post(str(demo_heads.path("cp")), Origin=page)[0] == 403 and swaps.asked == []
     keyed = Swaps([KEY])
     assert keyed.client.post(PATH, json={"path": "x"}, headers={"Origin": page}).status_code == 401
-    assert keyed.post(str(demo.path("cp")), Origin=page, Authorization=f"Bearer {KEY}")[0] == 200
+    assert keyed.post(str(demo_heads.path("cp")), Origin=page, Authorization=f"Bearer {KEY}")[0] == 200
 
 
 def test_name_on_the_hub_is_refused() -> None:

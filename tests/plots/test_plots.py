@@ -1,19 +1,14 @@
-"""Figures show the right numbers, the same numbers give the same files, and heads without results are refused."""
+"""Figures show the right numbers, and the same numbers give the same files."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
 
-from vllm_mtpc import demo
-from vllm_mtpc.errors import MtpcError
-from vllm_mtpc.plots import command, draw
+from vllm_mtpc.plots import draw
 
 RESULTS = {
     "t1": {"tokens_per_step": 1.75, "standard_error": 0.25, "per_position": [0.5, 0.25]},
@@ -59,27 +54,3 @@ def test_files_are_the_same_every_time(tmp_path: Path) -> None:
         draw.plot_acceptance({"cp": RESULTS}, folder)
     for file in (tmp_path / "one").iterdir():
         assert file.read_bytes() == (tmp_path / "other" / file.name).read_bytes(), file.name
-
-
-def run(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return command.run(parser.parse_args(list(words)))
-
-
-def test_command_draws_heads(tmp_path: Path, drawn: list) -> None:
-    assert run(*(str(demo.path(name)) for name in ("ff", "btree")), "--out", str(tmp_path / "out")) == 0
-    assert {file.name for file in (tmp_path / "out").iterdir()} == {"acceptance.png", "acceptance.svg"}
-    figures = json.loads((demo.path("btree") / "provenance.json").read_text())["figures"]
-    assert list(drawn[0].axes[0].lines[1].get_ydata()) == figures["t1"]["per_position"]
-
-
-WORDS = {"tokens_per_step": "many", "standard_error": 0, "per_position": []}
-
-
-@pytest.mark.parametrize("figures", [{}, {"t1": WORDS}])
-def test_heads_without_results_are_refused(tmp_path: Path, figures: object) -> None:
-    shutil.copytree(demo.path("ff"), tmp_path / "ff")
-    (tmp_path / "ff" / "provenance.json").write_text(json.dumps({"figures": figures}))
-    with pytest.raises(MtpcError, match="holds no figures"):
-        run(str(tmp_path / "ff"), "--out", str(tmp_path))

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.demo import demo_heads
 from tests.support.models import random_layers
-from vllm_mtpc import demo
 from vllm_mtpc.checkpoint import save_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads.head import build_head
@@ -46,11 +46,11 @@ def ptp_config(variant: str, draft_pass: str, ranges: Any) -> Any:
 
     given = {
         "method": "ptp",
-        "model": str(demo.path(variant)),
+        "model": str(demo_heads.path(variant)),
         "draft_pass": draft_pass,
         "num_speculative_tokens_per_batch_size": ranges or "off",
     }
-    args = EngineArgs(str(demo.path("target")), speculative_config=given)  # the engine would ask for V2
+    args = EngineArgs(str(demo_heads.path("target")), speculative_config=given)  # the engine would ask for V2
     return args.create_speculative_config(args.create_model_config(), ParallelConfig())
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from vllm_mtpc import demo
 from vllm_mtpc.bench import comparison, report
 from vllm_mtpc.bench.comparison import Comparison
 from vllm_mtpc.bench.decodings import PEERS, Decoding, engine_arguments, find_heads
@@ -28,8 +27,6 @@ from vllm_mtpc.report import SERVED, check_file, check_folder, print_table, writ
 VARIANT_HELP = "every head once more, with more of speculative_config: --variant 'K=3={\"num_speculative_tokens\": 3}'"
 PEER_HELP = 'another speculative_config of vLLM: --peer \'MTP={"method": "mtp", "num_speculative_tokens": 1}\''
 ROOM = 64  # tokens of context after the longest answer: vLLM drafts fewer near the end of the context
-DEMO = {"concurrency": [1, 4, 16], "prompts": 8, "max_tokens": 96, "rounds": 4}
-DEFAULTS = {"concurrency": [1, 2, 4, 8, 16, 32, 64], "prompts": 16, "max_tokens": 128, "rounds": 3}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     n: dict[str, Any] = {"type": int, "metavar": "N"}
     add("--target", metavar="MODEL", help="default: the target of the first head")
     add("--heads", nargs="+", default=[], metavar="HEAD", help="MtPC and PTP heads of one target: folders, hub names")
-    add("--demo", action="store_true", help="the packaged target and heads")
     add("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="vLLM's own methods; default: ngram")
     add("--peer", type=named_json, action="append", default=[], metavar="NAME=JSON", help=PEER_HELP)
     add("--variant", type=named_json, action="append", default=[], metavar="NAME=JSON", help=VARIANT_HELP)
@@ -49,10 +45,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt-tokens", default=64, **n, help="of a piece of a text file (default: 64)")
     add("--max-prompt-tokens", default=1024, **n, help="longer prompts are left out (default: 1024)")
     add("--temperature", type=float, nargs="+", default=[1.0, 0.0], metavar="T", help="default: 1 0")
-    add("--concurrency", type=int, nargs="+", metavar="C", help="default: 1 2 4 8 16 32 64; demo: 1 4 16")
-    add("--prompts", **n, help="of a pass at c=1; at least 3 c are sent (default: 16; demo: 8)")
-    add("--max-tokens", **n, help="of an answer (default: 128; demo: 96)")
-    add("--rounds", **n, help="passes of every setting (default: 3; demo: 4)")
+    add(
+        "--concurrency",
+        type=int,
+        nargs="+",
+        default=[1, 2, 4, 8, 16, 32, 64],
+        metavar="C",
+        help="default: 1 2 4 8 16 32 64",
+    )
+    add("--prompts", default=16, **n, help="of a pass at c=1; at least 3 c are sent (default: 16)")
+    add("--max-tokens", default=128, **n, help="of an answer (default: 128)")
+    add("--rounds", default=3, **n, help="passes of every setting (default: 3)")
     add("--order", choices=list(comparison.ORDERS), help="default: interleaved on a CPU, else sequential")
     add("--logs", type=Path, metavar="DIR", help="keep the engines' logs here (default: removed)")
     add("--json", type=Path, metavar="FILE", help="write the result there")
@@ -101,20 +104,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def set_defaults(args: argparse.Namespace, on_gpu: bool) -> None:
-    """Set options that were not given. Raises UsageError for options that exclude each other."""
-    if args.demo:
-        if args.target or args.heads:
-            raise UsageError("--demo has its own target and heads; leave --target and --heads out, or --demo")
-        args.target = str(demo.path("target"))
-        of_v2 = (demo.BACKBONE, "late") if on_gpu else ()
-        args.heads = [str(demo.path(name)) for name in (*demo.CIRCUITS, *of_v2)]
+    """Set options that were not given. Raises UsageError without a target."""
     if not args.target:
         if not args.heads:
-            raise UsageError("nothing to compare: name a target (--target), heads (--heads) or --demo")
+            raise UsageError("nothing to compare: name a target (--target) or heads (--heads)")
         args.target = target_of(*resolve(args.heads[0]), None)
-    for key, value in (DEMO if args.demo else DEFAULTS).items():
-        if getattr(args, key) is None:
-            setattr(args, key, value)
     check_positive(args, "prompts", "max_tokens", "rounds", "prompt_tokens")
     if min(args.concurrency) < 1 or min(args.temperature) < 0:
         raise UsageError("--concurrency must be 1 or more, --temperature 0 or more")

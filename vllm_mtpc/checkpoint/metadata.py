@@ -79,12 +79,16 @@ def read_figures(folder: Path) -> dict[str, Figures]:
 
 def license_of(card: Path) -> dict[str, Any]:
     """Return those of LICENSE_KEYS that a card has; empty without a licence or a readable card."""
-    try:
-        found = metadata_load(card) or {}
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
+    found = _metadata(card)
     known = found.get("license") not in (None, "unknown")
     return {key: found[key] for key in LICENSE_KEYS if key in found} if known else {}
+
+
+def _metadata(card: Path) -> dict[str, Any]:
+    try:
+        return metadata_load(card) or {}
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
 
 
 def target_license(target: str) -> dict[str, Any]:
@@ -95,3 +99,10 @@ def target_license(target: str) -> dict[str, Any]:
         return license_of(Path(hf_hub_download(target, "README.md", local_files_only=True)))
     except Exception:  # the hub client raises many types; a head needs no licence
         return {}
+
+
+def weights_of(target: str) -> str:
+    """Return what the card in a target's folder says of its weights, as "ORG/NAME, quantized"; empty: nothing."""
+    found = _metadata(Path(target) / "README.md")
+    parts = [found.get(key) for key in ("base_model", "base_model_relation")]
+    return ", ".join(part for part in parts if isinstance(part, str))

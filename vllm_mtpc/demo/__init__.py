@@ -1,16 +1,16 @@
-"""The packaged demo: a small byte-level target, MtPC heads (one per circuit, one with a backbone), and PTP heads.
+"""The packaged demo: a head of SmolLM2-135M-Instruct; a small byte-level target with an MtPC and a PTP head.
 
-Most of its text is the source of the Python standard library, which every machine with Python has.
+Most of the bytes' text is the source of the Python standard library, which every machine with Python has.
 """
 
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-CIRCUITS = ("ff", "cp", "hmm", "btree")
-BACKBONE = "backbone"
-PTP = ("o-ptp", "c-ptp", "late")
-NAMES = ("target", *CIRCUITS, BACKBONE, *PTP)
+CHAT = "smollm2"  # a head of CHAT_MODEL
+CHAT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+CHAT_FOLDER = Path("models/smollm2-135m-instruct")  # of a checkout; scripts/smollm2.sh writes it
+NAMES = ("target", "btree", "late", CHAT)  # a byte-level target, an MtPC and a PTP head of it
 HOLDOUT = 20  # every 20th file is held out
 # Tests and code of others.
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
@@ -20,7 +20,7 @@ MIN_BYTES = 64
 
 
 def path(name: str) -> Path:
-    """Return the folder of a packaged asset: "target", a circuit, "backbone", or a PTP variant; raises ValueError."""
+    """Return the folder of a packaged asset; raises ValueError."""
     if name not in NAMES:
         raise ValueError(f"demo asset {name!r} does not exist: use one of {', '.join(NAMES)}")
     return Path(__file__).resolve().parent / "assets" / name

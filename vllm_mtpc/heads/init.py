@@ -95,8 +95,7 @@ def init_from_head(head: Head, source: Head, seed: int = 0) -> None:
     trained, wanted = source.state_dict(), head.state_dict()
     component_dims = {f"leaves.{name}": dims for name, dims in head.leaves.component_dims.items()} | head.component_dims
     for name, value in trained.items():
-        dims = component_dims.get(name, ())
-        if len(dims) and value.shape != wanted[name].shape:
+        if dims := [dim for dim in component_dims.get(name, ()) if value.shape[dim] != wanted[name].shape[dim]]:
             value = value.repeat([repeats if dim in dims else 1 for dim in range(value.dim())])
         if repeats > 1 and name == f"leaves.{head.leaves.noise_in}":
             noise = torch.randn(value.shape, generator=generator) * INIT_STD * value.shape[-1] ** -0.5

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from huggingface_hub import ModelCard
 
 from vllm_mtpc.checkpoint.locate import HUB_NAME
-from vllm_mtpc.checkpoint.metadata import PLOTS, card_data, eval_results, target_license
+from vllm_mtpc.checkpoint.metadata import PLOTS, card_data, eval_results, target_license, weights_of
 from vllm_mtpc.engine.provenance import commit, hardware, public
 from vllm_mtpc.report import markdown
 from vllm_mtpc.train.options import TrainOptions
@@ -61,6 +61,7 @@ def provenance(
             "target": public(verifier),
             "base_model": next(iter(on_hub), None),
             "license": target_license(options.target),
+            "weights": weights_of(options.target),
         },
         "settings": settings,
         "run": run,

@@ -66,7 +66,9 @@ class TrainOptions(BaseModel):
         description="ids that are drafted, the most frequent of the data; 0: all (default: all up to 16384, above the "
         "smallest power of two from 8192 that covers 99 % of the data)",
     )
-    init_from: str | None = Field(None, description="head to start from: of the same kind and circuit, or of ff or cp")
+    init_from: str | None = Field(
+        None, description="head to start from: of the same kind and circuit, or of ff or cp, also of a smaller window"
+    )
     freeze_trunk: bool = Field(False, description="the trunk stays that of init_from")
     num_speculative_tokens: int | None = Field(None, ge=1, description="drafts per step when served (default: n - 1)")
     variant: Literal["o-ptp", "c-ptp", "late", "independent"] = Field(
