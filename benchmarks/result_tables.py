@@ -216,6 +216,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "parts factors": partial(parts, "smollm2-factors", also=("smollm2-seeds",)),
     "parts more": partial(parts, "smollm2-more-steps"),
     "parts head": partial(parts, "smollm2-first", "smollm2-head"),
+    "parts frozen": partial(parts, "smollm2-frozen"),
     "tasks": partial(tasks, "smollm2-head"),
     "parts rows": partial(parts, "smollm2-rows"),
     "parts longer": partial(parts, "smollm2-circuits"),
