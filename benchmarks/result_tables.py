@@ -124,16 +124,16 @@ def parts(*names: str, also: Sequence[str] = ()) -> str:
 
 def tasks(name: str) -> str:
     """Return tokens/step on Spec-Bench by task, and the share of the target's tokens that can be drafted."""
-    (first, *_), lines = content(name)["rows"], []
+    rows, lines = content(name)["rows"], []
+    columns = sorted(rows[0]["unseen_t1"]["tasks"])
     for t in (1, 0):
-        for row in content(name)["rows"]:
-            found = row[f"unseen_t{t}"]["tasks"].values()
+        for row in rows:
+            found = (row[f"unseen_t{t}"]["tasks"][task] for task in columns)
             shown = (f"{one['tokens_per_step']:.2f} ± {one['standard_error']:.2f}" for one in found)
             lines.append([f"{row['name']}, T={t}", *shown])
-        lines.append(
-            [f"can be drafted, T={t}", *(f"{one['coverage']:.1%}" for one in first[f"unseen_t{t}"]["tasks"].values())]
-        )
-    return table("head", lines, list(first["unseen_t1"]["tasks"]))
+        shares = (rows[0][f"unseen_t{t}"]["tasks"][task]["coverage"] for task in columns)
+        lines.append([f"can be drafted, T={t}", *(f"{share:.1%}" for share in shares)])
+    return table("head", lines, columns)
 
 
 def over_seeds(results: list[Row]) -> str:

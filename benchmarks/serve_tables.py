@@ -26,7 +26,6 @@ UNSEEN = {  # heads, by how their rows begin
     "btree": ("cpu", "btree (V1)"),
     "backbone [btree]": ("v2", "backbone (V2, its kernels interpreted)"),
 }
-CHAT, CHAT_HEAD = "serve-smollm2-cpu", "smollm2 [hmm]"
 KINDS = ("functions", "prose", "json")  # of unseen prompts
 UNDRAFTED_GOAL = 0.98  # of the CPU seconds of plain vLLM, with K=0
 
@@ -69,19 +68,13 @@ def show(row: dict[str, Any], *, has_range: bool = False, has_steps: bool = Fals
 
 def headline() -> str:
     """Return README's table."""
-    rows = read(CHAT)
-    shown = {"head `smollm2`": CHAT_HEAD, "ngram (vLLM's own)": "ngram"}
+    rows = read("serve-demo-cpu")
+    shown = {"head `cp`": "cp", "head `btree`": "btree", "ngram (vLLM's own)": "ngram"}
     lines = [[name, *(f"{rows[key][cell]['speedup']:.2f}x" for cell in CELLS)] for name, key in shown.items()]
     plain = ["plain vLLM, tok/s", *(show(rows["plain"][cell]) for cell in CELLS)]
-    return table(f"SmolLM2-135M-Instruct, commit {content(CHAT)['commit'][:8]}", [plain, *lines])
-
-
-def chat() -> str:
-    """Return the table of SmolLM2."""
-    lines = [
-        [name, *(show(row[cell], has_range=True, has_steps=True) for cell in CELLS)] for name, row in read(CHAT).items()
-    ]
-    return table("", lines)
+    size = content("head/target")["figures"]["parameters"]
+    commit = content("serve-demo-cpu")["commit"][:8]
+    return table(f"demo target ({size / 1e6:.1f}M parameters, bytes), commit {commit}", [plain, *lines])
 
 
 def demo() -> str:
@@ -90,9 +83,9 @@ def demo() -> str:
     return table("", [[name, *(show(row[cell], has_range=True) for cell in CELLS)] for name, row in rows.items()])
 
 
-def identical(ours: bool, name: str = "serve-demo-cpu") -> str:
-    """Return how many greedy outputs equal plain vLLM's; a decoding has one check for all its cells."""
-    found = [one[0.0, 1] for one in read(name).values()]
+def identical(ours: bool) -> str:
+    """Return how many greedy outputs of the demo equal plain vLLM's; a decoding has one check for all its cells."""
+    found = [one[0.0, 1] for one in read("serve-demo-cpu").values()]
     checks = [row["identical"] for row in found if row["identical"] and row["ours"] == ours]
     same, asked = map(sum, zip(*checks, strict=True))
     return f"{same:,} of {asked:,}"
@@ -208,8 +201,6 @@ def count(cells: list[list[float]], goal: float = GOAL) -> str:
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "headline": headline,
-    "chat": chat,
-    "identical chat": partial(identical, True, CHAT),
     "span": span,
     "demo": demo,
     "identical": partial(identical, ours=True),

@@ -27,7 +27,6 @@ from vllm_mtpc.checkpoint.load import ADAPTER_FILES
 from vllm_mtpc.checkpoint.metadata import read_figures
 from vllm_mtpc.errors import CheckpointError, MtpcError, ServeConfigError, printable
 from vllm_mtpc.files import MAX_INDEX, MAX_YAML, read_yaml
-from vllm_mtpc.plots import command as plot_command
 
 WORDS = [b"null", b"-1", b"0", b"9" * 18, b"9" * 5000, b"1e999", b"NaN", b'"\\n"', b'"\\ud800"', b"[]", b"{}", b"true"]
 DAMAGED = [("mtpc", name) for name in ("config.json", "model.safetensors")]
@@ -75,7 +74,7 @@ def test_randomly_damaged_file_is_read_or_refused_in_one_line(tmp_path: Path, ki
 
 def test_head_of_the_other_method_is_refused_and_replaced_whole(tmp_path: Path) -> None:
     save(tmp_path, "ptp")
-    for read in (load_head, read_circuit_config, lambda place: plot_command.read(str(place))):
+    for read in (load_head, read_circuit_config):
         with pytest.raises(CheckpointError, match=r'of method ptp; here one of method mtpc.*"method": "ptp"'):
             read(tmp_path)
     save(tmp_path, "mtpc")

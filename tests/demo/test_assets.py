@@ -11,7 +11,7 @@ from vllm_mtpc.checkpoint.ptp_head import load_ptp, load_student
 from vllm_mtpc.hf import load_target
 
 
-@pytest.mark.parametrize("name", {*demo.NAMES, *demo_heads.NAMES})
+@pytest.mark.parametrize("name", dict.fromkeys([*demo.NAMES, *demo_heads.NAMES]))
 def test_asset_is_complete_and_names_no_path_of_a_machine(name):
     folder = demo_heads.path(name)
     weights = ("adapter_model.safetensors", "u_embed.safetensors") if name in demo_heads.PTP else ("model.safetensors",)

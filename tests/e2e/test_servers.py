@@ -16,6 +16,7 @@ import openai
 import psutil
 import pytest
 
+from benchmarks.demo import demo_heads
 from tests.support import forks
 from tests.support.engine import DEMO, TWO_RANKS, ask, build, run
 from tests.support.requests import COLUMNS, HEADS, SCHEMA, SPEC
@@ -37,7 +38,7 @@ def serve(
 ) -> AbstractContextManager[VllmServer]:
     size = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "4"]
     size += ["--kv-cache-memory-bytes", str(1 << 26)]
-    spec = json.dumps({**SPEC[method], "model": str(DEMO / HEADS[method])})
+    spec = json.dumps({**SPEC[method], "model": str(demo_heads.path(HEADS[method]))})
     command = [str(DEMO / "target"), *size, "--speculative-config", spec, *words]
     return run_server(command, folder / "log", forks.ENVIRONMENTS[runner] | environment)
 

@@ -34,6 +34,7 @@ def ptp_head(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = Path(shutil.copytree(demo_heads.path("o-ptp"), tmp_path_factory.mktemp("ptp") / "o-ptp"))
     shutil.copytree(demo_heads.path("target"), folder.with_name("target"))
     config = json.loads((folder / "config.json").read_text())
+    config["speculators_config"]["verifier"]["name_or_path"] = "../target"
     config |= {"trained_temperature": 0.7, "trained_top_k": 20, "trained_top_p": 0.9}
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.demo import demo_heads
 from tests.support import forks
 from tests.support.faults import inject
 from tests.support.recorders import RECORDED, TEXTS
@@ -76,8 +77,8 @@ def build(
 ) -> Engine:
     """The engine of `place`/target, a tiny one where it has no tokenizer.
 
-    head: the folder `place`/`head`; None: without drafts. spec: `speculative_config` where it is not that of MtPC. All
-    drafts are made in each step unless it has a schedule; None as schedule: by the online plan.
+    head: the folder `place`/`head`, or a head of DEMO; None: without drafts. spec: `speculative_config` where it is not
+    that of MtPC. All drafts are made in each step unless it has a schedule; None as schedule: by the online plan.
     """
     target = place / "target"
     if not (target / "tokenizer.json").exists():
@@ -85,7 +86,7 @@ def build(
     if head is not None:
         arguments["speculative_config"] = {
             "method": "mtpc",
-            "model": str(place / head),
+            "model": str(demo_heads.path(head) if place == DEMO else place / head),
             SCHEDULE_KEY: "off",
             **(spec or {}),
         }
