@@ -33,7 +33,7 @@ QUESTIONS = (
     "Write a short, polite mail that moves a meeting from Monday to Tuesday.",
     "List five tips for sleeping well.",
 )
-TOKENS = 96
+TOKENS = 48
 ON_GPU = {"gpu_memory_utilization": 0.3}  # two servers
 
 
