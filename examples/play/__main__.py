@@ -21,7 +21,7 @@ from vllm_mtpc.engine.options import API_KEY
 from vllm_mtpc.engine.server import run_server
 from vllm_mtpc.errors import UsageError
 
-DEMO_ENGINE = ("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", "256M")
+DEMO_ENGINE = ("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", "512M")
 PROMPT, BYTES_PROMPT = "Write a short poem about a lighthouse.", "def read_lines(path):\n    "
 
 
@@ -40,11 +40,11 @@ def run(args: argparse.Namespace) -> int:
     """Run two servers, of the target alone and with the first head, and serve the page until Ctrl+C."""
     if args.target and not args.head:
         raise UsageError("--target without --head: name the head that is to draft for it, --head HEAD_FOLDER")
-    is_chat = bool(args.head) or demo.CHAT_FOLDER.exists()
-    packaged = demo.CHAT if is_chat else "btree"
-    if packaged == demo.CHAT and not args.head:
-        args.target = str(demo.CHAT_FOLDER)
+    is_bytes = not args.head and not demo.CHAT_FOLDER.exists()
+    packaged = "btree" if is_bytes else demo.CHAT
     folders = {head: resolve_head(head) for head in args.head} or {packaged: demo.path(packaged)}
+    if not args.head and not is_bytes:
+        args.target = str(demo.CHAT_FOLDER)
     first = next(iter(folders.values()))
     config = read_config(first)
     target = args.target or str(resolve_verifier(first, config.speculators_config.verifier.name_or_path))
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
             return stack.enter_context(run_server(arguments[name], Path(logs) / f"{name}.log", environment)).url
 
         plain, head = pool.map(start, arguments)
-        play = Play(Path(target).name, plain, head, folders, PROMPT if is_chat else BYTES_PROMPT)
+        play = Play(Path(target).name, plain, head, folders, BYTES_PROMPT if is_bytes else PROMPT)
         print(f"open http://{args.host}:{args.port} (Ctrl+C ends it)", flush=True)
         web.run_app(play.app(args.host), host=args.host, port=args.port, print=None)
     return 0
