@@ -68,24 +68,25 @@ def show(row: dict[str, Any], *, has_range: bool = False, has_steps: bool = Fals
 
 def headline() -> str:
     """Return README's table."""
-    rows = read("serve-demo-cpu")
-    shown = {"head `cp`": "cp", "head `btree`": "btree", "ngram (vLLM's own)": "ngram"}
+    rows = read("serve-smollm2-cpu")
+    shown = {"its head": "smollm2 [hmm]", "ngram (vLLM's own)": "ngram"}
     lines = [[name, *(f"{rows[key][cell]['speedup']:.2f}x" for cell in CELLS)] for name, key in shown.items()]
     plain = ["plain vLLM, tok/s", *(show(rows["plain"][cell]) for cell in CELLS)]
-    size = content("head/target")["figures"]["parameters"]
-    commit = content("serve-demo-cpu")["commit"][:8]
-    return table(f"demo target ({size / 1e6:.1f}M parameters, bytes), commit {commit}", [plain, *lines])
+    return table(f"SmolLM2-135M-Instruct, commit {content('serve-smollm2-cpu')['commit'][:8]}", [plain, *lines])
 
 
-def demo() -> str:
-    """Return the table of the demo target."""
-    rows = read("serve-demo-cpu")
-    return table("", [[name, *(show(row[cell], has_range=True) for cell in CELLS)] for name, row in rows.items()])
+def served(name: str, has_steps: bool = False) -> str:
+    """Return a table of speeds with their ranges."""
+    lines = [
+        [decoding, *(show(row[cell], has_range=True, has_steps=has_steps) for cell in CELLS)]
+        for decoding, row in read(name).items()
+    ]
+    return table("", lines)
 
 
-def identical(ours: bool) -> str:
-    """Return how many greedy outputs of the demo equal plain vLLM's; a decoding has one check for all its cells."""
-    found = [one[0.0, 1] for one in read("serve-demo-cpu").values()]
+def identical(ours: bool, name: str = "serve-demo-cpu") -> str:
+    """Return how many greedy outputs equal plain vLLM's; a decoding has one check for all its cells."""
+    found = [one[0.0, 1] for one in read(name).values()]
     checks = [row["identical"] for row in found if row["identical"] and row["ours"] == ours]
     same, asked = map(sum, zip(*checks, strict=True))
     return f"{same:,} of {asked:,}"
@@ -202,7 +203,9 @@ def count(cells: list[list[float]], goal: float = GOAL) -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     "headline": headline,
     "span": span,
-    "demo": demo,
+    "demo": partial(served, "serve-demo-cpu"),
+    "chat": partial(served, "serve-smollm2-cpu", has_steps=True),
+    "identical chat": partial(identical, ours=True, name="serve-smollm2-cpu"),
     "identical": partial(identical, ours=True),
     "identical ngram": partial(identical, ours=False),
     "unseen": unseen,
