@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.serve_tables import content, read, table
+from benchmarks.serve_tables import content, table
 
 Row = Mapping[str, Any]
 HOSTED = ("head", "circuit", "components", "component_rank", "token_rank")  # a compared head on a native MTP layer
@@ -156,29 +156,6 @@ def steps(*names: str) -> str:
     return table("head|K", [[*key, *map(line.get, columns)] for key, line in lines.items()], list(columns))
 
 
-def served(name: str, decodings: Mapping[str, str]) -> str:
-    """Return tokens/step and speed-ups of one client."""
-    rows, lines = read(name), []
-    for key, shown in decodings.items():
-        both = [rows[key][temperature, 1] for temperature in (1.0, 0.0)]
-        line = [f"{row['tokens_per_step']:.2f}, {row['speedup']:.2f}x" for row in both]
-        lines.append([shown, *line, "{} of {}".format(*both[1]["identical"])])
-    return table("tokens/step, speed-up", lines, ["T=1", "T=0", "greedy, equal to plain's"])
-
-
-def tokens() -> str:
-    """Return the gain of `token_rank`, T=1 / T=0."""
-    rows: dict[tuple[str, int], dict[str, str]] = {}
-    for row in [one for name in ("tokens-cpu", "tokens-r32-cpu") for one in content(name)["rows"]]:
-        rank = row["name"].partition("-tokens")[2]
-        rows.setdefault((row["circuit"], row["components"]), {})[rank] = " / ".join(cells(row))
-    lines = [
-        [circuit, str(count), *(row[rank] for rank in ("", "32", "64"))]
-        for (circuit, count), row in sorted(rows.items(), key=lambda one: one[0][1])
-    ]
-    return table("circuit|r", lines, ["without", "`token_rank` 32", "`token_rank` 64"])
-
-
 def shakespeare() -> str:
     """Return the table of Tiny Shakespeare with the paper's loss and the default one."""
     lines = []
@@ -207,7 +184,6 @@ def training(name: str) -> str:
     return table("shape|V|D|n|r", lines, columns)
 
 
-TOKENS = {"ngram": "ngram", "btree btree": "btree with `token_rank`", "btree btree-without": "btree without"}
 BLOCKS: dict[str, Callable[[], str]] = {
     "states": states,
     "native": native,
@@ -221,8 +197,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "parts rows": partial(parts, "smollm2-rows"),
     "parts longer": partial(parts, "smollm2-circuits"),
     "milliseconds": partial(steps, "smollm2-step-plain", "smollm2-step", "smollm2-step-before"),
-    "tokens": tokens,
-    "tokens served": partial(served, "serve-tokens-cpu", TOKENS),
     "shakespeare": shakespeare,
     "training cuda": partial(training, "training-cuda"),
     "training cpu": partial(training, "training-cpu"),
