@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from vllm_mtpc.batch.options import TEMPERATURES, RegenerateOptions
-from vllm_mtpc.batch.self_prompts import SelfPrompts
 from vllm_mtpc.cli import guard
 from vllm_mtpc.data.sources import chat_prompt
 from vllm_mtpc.hf.model import target_tokenizer
 from vllm_mtpc.progress import Bar
+from vllm_mtpc.regenerate.options import TEMPERATURES, RegenerateOptions
+from vllm_mtpc.regenerate.self_prompts import SelfPrompts
 
 PROG = "python -m benchmarks.own_text"
 TEXT_FILE, STATES_FILE, NORMS_FILE = "own.jsonl", "states.bin", "norms.bin"

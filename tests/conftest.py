@@ -23,7 +23,7 @@ ENGINE_DEFAULTS = {
     "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) - 1)),
 }
 # Folders and files whose tests take longest.
-LONGEST = ("batch", "docs", "e2e", "eval", "gpu_rehearsal", "kernels", "models", "operate", "ray", "train")
+LONGEST = ("docs", "e2e", "eval", "gpu_rehearsal", "kernels", "models", "operate", "ray", "regenerate", "train")
 LONGEST = tuple(f"tests/{name}" for name in (*LONGEST, "test_packaging", "test_types"))
 for _name, _value in ENGINE_DEFAULTS.items():
     os.environ.setdefault(_name, _value)

@@ -16,12 +16,12 @@ ORDER = (
     *("kernels", "circuits", "heads", "config", "plan", "checkpoint"),
     *("proposers.options", "proposers.worker", "proposers.v1", "proposers.v2", "proposers.patches"),
     *("proposers.recorder", "models", "hf", "plugin"),
-    *("engine", "report", "demo", "data", "eval", "batch", "plots", "train", "bench"),
+    *("engine", "report", "demo", "data", "eval", "regenerate", "plots", "train", "bench"),
     *("speculators", "cli", "benchmarks"),
 )
 KNOW_VLLM = ("proposers", "models", "engine", "benchmarks")  # the last is not in the wheel
 INSIDE = {"engine_core", "model_runner"}
-MOST_LINES = 22_500  # of Python in the wheel, docstrings and blank lines too
+MOST_LINES = 22_300  # of Python in the wheel, docstrings and blank lines too
 
 
 @cache

@@ -34,7 +34,7 @@ EXTRAS = {
     **dict.fromkeys(("eval", "bench"), ("train", "cpu")),
     "hf": ("train", "train-cuda"),
     "train": ("train", "cpu"),
-    "batch": ("cpu",),
+    "regenerate": ("cpu",),
 }
 OPTIONAL = {"vllm_mtpc", "triton", "arctic_inference", "speculators"}  # looked for before they are imported
 

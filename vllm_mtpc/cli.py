@@ -32,11 +32,10 @@ PATHS = dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.EISDIR), "correct that
 
 COMMANDS = {  # help and module by name
     "train": ("train a head for a model from text", "vllm_mtpc.train.command"),
-    "regenerate": ("generate training text with the target", "vllm_mtpc.batch.regenerate"),
+    "regenerate": ("generate training text with the target", "vllm_mtpc.regenerate.command"),
     "cache": ("store a target's hidden states on disk", "vllm_mtpc.train.cache_command"),
     "eval": ("expected tokens/step of a head, without vLLM", "vllm_mtpc.eval.command"),
     "doctor": ("compare served acceptance with expected acceptance", "vllm_mtpc.eval.doctor"),
-    "batch": ("answer files of prompts on one engine; resumable", "vllm_mtpc.batch.command"),
     "bench": ("compare plain vLLM, its own methods and heads", "vllm_mtpc.bench.serve_command"),
     "convert": ("convert a checkpoint of another project into a head", "vllm_mtpc.checkpoint.convert.command"),
 }
@@ -44,7 +43,7 @@ COMMANDS = {  # help and module by name
 
 # Options of vLLM and transformers by the names that commands of this package give them
 OPTIONS = {"--model": "--target", "--output": "--out", "--output-dir": "--out", "--dataset": "--data"}
-ELSEWHERE = {"serve": "vllm serve HEAD", "run-batch": "vllm-mtpc batch", "play": "python -m examples.play"}
+ELSEWHERE = {"serve": "vllm serve HEAD", "batch": "vllm run-batch", "play": "python -m examples.play"}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -214,7 +214,7 @@ def test_short_run_reads_part_of_the_data_at_default_rate(place, capsys, monkeyp
 
 def test_responses_are_sampled_as_trained(monkeypatch, tmp_path):
     asked, sampling = [], {"temperature": 0.7, "top_k": 50, "top_p": 0.95}
-    monkeypatch.setattr("vllm_mtpc.batch.regenerate.regenerate", lambda values, _: asked.append(values) or values.out)
+    monkeypatch.setattr("vllm_mtpc.regenerate.command.regenerate", lambda values, _: asked.append(values) or values.out)
     values = REQUIRED | sampling | {"head": "ptp", "out": tmp_path, "regenerate": 10}
     assert command.with_responses(parse(values))[0].data == [str(tmp_path / "data" / "sampled.jsonl")]
     assert [(found.temperature, found.top_k, found.top_p, found.limit) for found in asked] == [(0.7, 50, 0.95, 10)]

@@ -1,6 +1,6 @@
 """Run `vllm serve` as a child process that never outlives its parent, and send it requests.
 
-Every command that serves goes through `VllmServer`. Batch jobs and recorded states use a Unix socket, which no other
+Every command that serves goes through `VllmServer`. Recorded states use a Unix socket, which no other
 user can reach; a browser and `vllm bench serve` need a port.
 """
 

@@ -100,10 +100,10 @@ def with_responses(options: TrainOptions) -> tuple[TrainOptions, Any]:
     Returns:
         The options with their files as data, and the target that has their states, None where vLLM does not compute it.
     """
-    from vllm_mtpc.batch.options import RegenerateOptions
-    from vllm_mtpc.batch.regenerate import regenerate
     from vllm_mtpc.hf import choose_device
     from vllm_mtpc.hf.model import target_config
+    from vllm_mtpc.regenerate.command import regenerate
+    from vllm_mtpc.regenerate.options import RegenerateOptions
     from vllm_mtpc.train.run import read_target
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -15,16 +15,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from vllm_mtpc.batch.lines import encode, resume
-from vllm_mtpc.batch.options import RegenerateOptions
-from vllm_mtpc.batch.prompts import collect
-from vllm_mtpc.batch.self_prompts import SelfPrompts
 from vllm_mtpc.engine.options import serve_arguments
 from vllm_mtpc.engine.served import OWN_SAMPLING
 from vllm_mtpc.engine.server import run_server
 from vllm_mtpc.errors import SETUP, EngineFailed, UsageError, validate
 from vllm_mtpc.flags import add_flags, typed
 from vllm_mtpc.progress import Bar
+from vllm_mtpc.regenerate.answers import encode, resume
+from vllm_mtpc.regenerate.options import RegenerateOptions
+from vllm_mtpc.regenerate.prompts import collect
+from vllm_mtpc.regenerate.self_prompts import SelfPrompts
 
 Respond = Callable[[list[list[int]], dict[str, Any], list[int]], Iterable[tuple[list[int], Any, str]]]
 

@@ -11,10 +11,10 @@ from functools import cache
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_mtpc.batch.options import RegenerateOptions
 from vllm_mtpc.data.sources import FORMS, chat_prompt, exact_ids, is_chat, read_records
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.progress import Bar
+from vllm_mtpc.regenerate.options import RegenerateOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

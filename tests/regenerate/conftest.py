@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.support import serve
-from vllm_mtpc.batch import regenerate
 from vllm_mtpc.engine import server
 from vllm_mtpc.engine.server import VllmServer
+from vllm_mtpc.regenerate import command
 
 
 @pytest.fixture(scope="module")
@@ -27,5 +27,5 @@ def servers() -> Iterator[dict[str, VllmServer]]:
             yield found[str(words)]
 
         patch.setattr(server, "PROGRAM", serve.PROGRAM)
-        patch.setattr(regenerate, "run_server", run_once)
+        patch.setattr(command, "run_server", run_once)
         yield found

@@ -12,11 +12,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_mtpc.batch.options import RegenerateOptions
-from vllm_mtpc.batch.prompts import Messages, Request, Turns
 from vllm_mtpc.data.sources import chat_prompt, render_chat, special_ids
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.files import replace_file
+from vllm_mtpc.regenerate.options import RegenerateOptions
+from vllm_mtpc.regenerate.prompts import Messages, Request, Turns
 
 CONTENT = "XQZSENTINELXQZ"  # of a user's turn; the template's text around it is read
 USER_TEMPERATURES, USER_SAMPLING = (0.8, 1.0), {"top_p": 0.95, "top_k": 0, "max_tokens": 256}

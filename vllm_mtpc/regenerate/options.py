@@ -1,4 +1,4 @@
-"""Options of `vllm-mtpc batch` and of `vllm-mtpc regenerate`."""
+"""Options of `vllm-mtpc regenerate`."""
 
 from __future__ import annotations
 
@@ -7,27 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from vllm_mtpc.engine.options import JsonDict, serve_arguments
-
-
-class BatchOptions(BaseModel):
-    """Prompts from files to a file of answers, by one `vllm serve`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    input: list[Path] = Field(min_length=1, description="files of requests, one per line")
-    output: Path = Field(description="file of answers, one per line; an existing one is continued")
-    model: str = Field(min_length=1, description="the target: folder or hub name")
-    speculative_config: JsonDict | None = Field(None, description="of `vllm serve`, JSON")
-    engine: dict[str, Any] = Field({}, description="flags of `vllm serve`: max-model-len=4096 ...")
-    body: JsonDict = Field({}, description="keys of every request that lacks them, JSON: max_tokens, ...")
-
-    @property
-    def command(self) -> list[str]:
-        """Words after `vllm serve`."""
-        drafts = {"speculative_config": self.speculative_config} if self.speculative_config else {}
-        return serve_arguments({"model": self.model, **self.engine, **drafts})
-
+from vllm_mtpc.engine.options import JsonDict
 
 # Chunked prefill sets a generator's offset, which generators on a CPU do not have. By default vLLM reserves nearly all
 # memory, and does not start if other processes use some of it.

@@ -13,12 +13,12 @@ from transformers import LlamaConfig
 
 from benchmarks.demo.byte_target import build_tokenizer
 from tests.support.models import make_target
-from vllm_mtpc.batch import regenerate as module
-from vllm_mtpc.batch.options import RegenerateOptions
-from vllm_mtpc.batch.regenerate import regenerate
-from vllm_mtpc.batch.self_prompts import SelfPrompts
 from vllm_mtpc.cli import main
 from vllm_mtpc.errors import UsageError
+from vllm_mtpc.regenerate import command as module
+from vllm_mtpc.regenerate.command import regenerate
+from vllm_mtpc.regenerate.options import RegenerateOptions
+from vllm_mtpc.regenerate.self_prompts import SelfPrompts
 from vllm_mtpc.train import command
 from vllm_mtpc.train.options import parse
 
@@ -230,7 +230,7 @@ def test_target_that_cannot_begin_is_refused(run, tmp_path):
 
 def test_train_writes_conversations_without_data(monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr("vllm_mtpc.batch.regenerate.regenerate", lambda values, _: asked.append(values) or values.out)
+    monkeypatch.setattr("vllm_mtpc.regenerate.command.regenerate", lambda values, _: asked.append(values) or values.out)
     monkeypatch.setattr("vllm_mtpc.hf.model.target_config", lambda _: LlamaConfig())
     monkeypatch.setattr("vllm_mtpc.train.run.read_target", lambda *_: served)
     values, served = {"target": "t", "out": tmp_path, "prompts": "self"}, SimpleNamespace(respond=None)

@@ -14,13 +14,13 @@ import torch
 
 from benchmarks.demo.byte_target import build_tokenizer
 from tests.support.models import make_target
-from vllm_mtpc.batch import regenerate as module
-from vllm_mtpc.batch.options import RegenerateOptions
-from vllm_mtpc.batch.prompts import collect
-from vllm_mtpc.batch.regenerate import regenerate
 from vllm_mtpc.cli import main
 from vllm_mtpc.engine import server
 from vllm_mtpc.errors import UsageError
+from vllm_mtpc.regenerate import command as module
+from vllm_mtpc.regenerate.command import regenerate
+from vllm_mtpc.regenerate.options import RegenerateOptions
+from vllm_mtpc.regenerate.prompts import collect
 
 CHAT = (
     "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}"

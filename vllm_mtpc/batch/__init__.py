@@ -1,1 +1,0 @@
-"""`vllm-mtpc batch`: many prompts from files to files, resumed where it was stopped."""
