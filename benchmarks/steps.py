@@ -1,36 +1,36 @@
 """A step of Model Runner V1 and the draft inside it: ``python -m benchmarks.steps --target T --data FILE HEAD...``.
 
-Every head and number of drafts K has an engine of its own, in a new process. A step is the worker's part, from its
-inputs to the sampled tokens and the next drafts. The times are medians over the decoding steps of a pass, of the
-fastest pass. Sampling at T=1; then the greedy answers are compared with plain vLLM's.
+Plain vLLM and every head with each number of drafts K have engines in this process, which take turns: in a round each
+answers the same questions, in the next one in the opposite order. A step is all that the engine does, from the schedule
+to the tokens. Of a round's decoding steps the median counts; `ratio` has the quartiles over the rounds of that median
+over plain vLLM's in the same round: a slow minute of the machine slows both. The greedy answers are compared as well.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from vllm_mtpc.cli import guard
 from vllm_mtpc.engine import provenance
+from vllm_mtpc.progress import Bar
 from vllm_mtpc.report import check_file, print_table, write_json
 
 PROG = "python -m benchmarks.steps"
-CLIENTS = (1, 4, 16)
-PASSES = 3
-TOKENS = 48
-PROMPT_TOKENS = 128  # the last ones of a question in the chat template
-HEADER = ("head", "K", "clients", "step ms", "draft ms", "of a step", "greedy answers of plain")
+ROUNDS = {1: 16, 4: 12, 16: 8}  # by number of clients
+TOKENS = 16
+PROMPT_TOKENS = 64  # the last ones of a question in the chat template
+HEADER = ("head", "K", "clients", "step ms", "draft ms", "times plain's step", "greedy answers of plain")
 
 
 def main(words: list[str] | None = None) -> int:
@@ -40,99 +40,90 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--target", required=True, metavar="MODEL")
     parser.add_argument("--data", required=True, type=Path, metavar="FILE", help="jsonl of Spec-Bench")
     parser.add_argument("--drafts", nargs="+", type=int, default=[1, 3, 5], metavar="K")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of the timed answers (0)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(words)
     return guard(PROG, lambda: run(args))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure one engine after the other."""
+    """Start all engines and measure them in turns."""
     check_file(args.json)
-    named = dict(word.split("=", 1) for word in args.heads)
-    jobs = [("plain", None, 0), (next(iter(named)), next(iter(named.values())), 0)]
-    jobs += [(name, folder, drafts) for name, folder in named.items() for drafts in args.drafts]
-    rows: list[dict[str, Any]] = []
-    plain = None
-    for name, folder, drafts in jobs:
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            times, answers = pool.submit(measure, args.target, args.data, folder, drafts).result()
-        plain = plain or answers
-        equal = sum(ours == theirs for ours, theirs in zip(answers, plain, strict=True))
-        for row in times:
-            rows.append({"head": name, "drafts": drafts, **row, "identical": equal, "answers": len(answers)})
-            print(json.dumps(rows[-1]), flush=True)
-        if args.json:
-            how = {"dtype": "float32", "tokens": TOKENS, "passes": PASSES}
-            write_json(args.json, {"kind": "steps", **provenance.collect(), "how": how, "rows": rows})
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    engines = [Engine(args.target, "plain", None, 0)]
+    for word in args.heads:
+        name, folder = word.split("=", 1)
+        engines += [Engine(args.target, name, folder, drafts) for drafts in [0, *args.drafts]]
+    prompts, rows = questions(args.data, engines[0].llm.get_tokenizer()), list[dict[str, Any]]()
+    for clients, rounds in ROUNDS.items():
+        steps = np.zeros((len(engines), rounds))
+        for number in Bar(range(rounds), desc=f"{clients} clients", unit="round"):
+            asked = [prompts[(number * clients + i) % len(prompts)] for i in range(clients)]
+            for index in range(len(engines))[:: 1 if number % 2 else -1]:
+                steps[index, number] = engines[index].step_ms(asked, args.temperature)
+        for engine, times in zip(engines, steps, strict=True):
+            ratio = np.quantile(times / steps[0], (0.25, 0.5, 0.75)).round(3).tolist()
+            draft = round(median(engine.draft_ms), 2) if engine.draft_ms else 0.0
+            engine.draft_ms.clear()
+            step = {"clients": clients, "step_ms": round(float(np.median(times)), 2), "draft_ms": draft, "ratio": ratio}
+            rows.append({"head": engine.name, "drafts": engine.drafts, **step})
+    answers = [engine.answer(prompts[: max(ROUNDS)], 3 * TOKENS) for engine in engines]
+    for row, own in zip(rows, answers * len(ROUNDS), strict=True):
+        equal = sum(ours == plain for ours, plain in zip(own, answers[0], strict=True))
+        row |= {"identical": equal, "answers": len(own)}
+    if args.json:
+        how = {"dtype": "float32", "tokens": TOKENS, "rounds": ROUNDS, "temperature": args.temperature}
+        write_json(args.json, {"kind": "steps", **provenance.collect(), "how": how, "rows": rows})
     print_table("a step and its draft", HEADER, [line(row) for row in rows])
     return 0
 
 
 def line(row: dict[str, Any]) -> list[str]:
     """Format a row of the table."""
-    times = [f"{row['step_ms']:.1f}", f"{row['draft_ms']:.1f}", f"{row['draft_ms'] / row['step_ms']:.1%}"]
+    low, middle, high = row["ratio"]
+    times = [f"{row['step_ms']:.1f}", f"{row['draft_ms']:.1f}", f"{middle:.2f} [{low:.2f}, {high:.2f}]"]
     return [row["head"], str(row["drafts"]), str(row["clients"]), *times, f"{row['identical']} of {row['answers']}"]
 
 
-def measure(target: str, data: Path, head: str | None, drafts: int) -> tuple[list[dict[str, float]], list[list[int]]]:
-    """Return the times by number of clients, and the greedy answers; `drafts` is the same in every step."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM, SamplingParams
+class Engine:
+    """One engine in this process, with the same number of drafts in every step."""
 
-    given: dict[str, Any] = {}
-    if head:
-        plan = "off" if drafts else [[1, 256, 0]]
-        given = {"method": "mtpc", "model": head, "num_speculative_tokens": max(drafts, 1)}
-        given = {"speculative_config": given | {"num_speculative_tokens_per_batch_size": plan}}
-    sizes = {"kv_cache_memory_bytes": 1 << 30, "max_model_len": 1024, "max_num_seqs": max(CLIENTS)}
-    llm = LLM(target, dtype="float32", enforce_eager=True, enable_prefix_caching=False, **sizes, **given)
-    prompts = questions(data, llm.get_tokenizer())
-    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    steps, inside = watch_steps(runner, is_plain=head is None), list[float]()
-    if drafts:
-        runner.drafter._generate_drafts = partial(watch, runner.drafter._generate_drafts, inside)
-    rows = []
-    for clients in CLIENTS:
-        found = []
-        for _ in range(PASSES):
-            steps.clear()
-            inside.clear()
-            sampling = SamplingParams(temperature=1.0, max_tokens=TOKENS, ignore_eos=True)
-            llm.generate(prompts[:clients], sampling, use_tqdm=False)
-            found.append((median(one for one in steps if not math.isnan(one)), median(inside) if inside else 0.0))
-        step, draft = min(found)
-        rows.append({"clients": clients, "step_ms": round(step, 2), "draft_ms": round(draft, 2)})
-    answers = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=TOKENS), use_tqdm=False)
-    return rows, [list(answer.outputs[0].token_ids) for answer in answers]
+    def __init__(self, target: str, name: str, head: str | None, drafts: int) -> None:
+        from vllm import LLM
 
+        given: dict[str, Any] = {}
+        if head:
+            plan = "off" if drafts else [[1, 256, 0]]
+            given = {"method": "mtpc", "model": head, "num_speculative_tokens": max(drafts, 1)}
+            given = {"speculative_config": given | {"num_speculative_tokens_per_batch_size": plan}}
+        sizes = {"kv_cache_memory_bytes": 300 << 20, "max_model_len": 512, "max_num_seqs": max(ROUNDS)}
+        self.llm = LLM(target, dtype="float32", enforce_eager=True, enable_prefix_caching=False, **sizes, **given)
+        self.name, self.drafts, self._steps, self.draft_ms = name, drafts, list[float](), list[float]()
+        engine = self.llm.llm_engine
+        engine.step = partial(watch, engine.step, self._steps)
+        if drafts:
+            drafter = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter
+            drafter._generate_drafts = partial(watch, drafter._generate_drafts, self.draft_ms)
 
-def watch_steps(runner: Any, is_plain: bool) -> list[float]:
-    """Return a list that gets the milliseconds of every step; nan for one that reads a prompt."""
-    steps: list[float] = []
+    def step_ms(self, prompts: list[dict[str, list[int]]], temperature: float) -> float:
+        """Return the median milliseconds of the steps after the first, which reads the prompts."""
+        self._steps.clear()
+        self.answer(prompts, TOKENS, temperature)
+        return median(self._steps[1 : 1 + TOKENS // 2])
 
-    def execute(scheduled: Any, *given: Any, call: Callable[..., Any] = runner.execute_model) -> Any:
-        result = watch(call, steps, scheduled, *given)
-        if scheduled.scheduled_new_reqs or not scheduled.total_num_scheduled_tokens:
-            steps[-1] = math.nan
-        return result
+    def answer(self, prompts: list[dict[str, list[int]]], tokens: int, temperature: float = 0.0) -> list[list[int]]:
+        from vllm import SamplingParams
 
-    def sample(*given: Any, call: Callable[..., Any] = runner.sample_tokens) -> Any:
-        result = watch(call, steps, *given)
-        steps[-2:] = [sum(steps[-2:])]
-        return result
-
-    runner.execute_model = execute
-    if is_plain:  # a call of its own, with a head a part of the other
-        runner.sample_tokens = sample
-    return steps
+        sampling = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
+        answers = self.llm.generate(prompts, sampling, use_tqdm=False)
+        return [list(answer.outputs[0].token_ids) for answer in answers]
 
 
 def questions(data: Path, tokenizer: Any) -> list[dict[str, list[int]]]:
     """Return questions of all tasks, as prompts."""
-    lines = [json.loads(text) for text in data.read_text(encoding="utf-8").splitlines()]
-    chosen = lines[:: len(lines) // max(CLIENTS)][: max(CLIENTS)]
+    lines = [json.loads(text) for text in data.read_text(encoding="utf-8").splitlines()][::7]
     given = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
-    turns = [[{"role": "user", "content": line["turns"][0]}] for line in chosen]
+    turns = [[{"role": "user", "content": line["turns"][0]}] for line in lines]
     ids = [tokenizer.apply_chat_template(turn, **given)["input_ids"] for turn in turns]
     return [{"prompt_token_ids": one[-PROMPT_TOKENS:]} for one in ids]
 
