@@ -144,13 +144,16 @@ def over_seeds(results: list[Row]) -> str:
     return f"{mean:.3f} ({gains.mean():+.3f} ± {error:.3f})" if error else f"{mean:.3f}"
 
 
-def steps(*names: str) -> str:
-    """Return milliseconds of a step by head, drafts and clients, and of its draft; of several the first result."""
+def steps(name: str) -> str:
+    """Return milliseconds of plain vLLM's step, and of heads the ratio to it with its quartiles, and of the draft."""
     lines: dict[tuple[str, str], dict[str, str]] = {}
-    for row in [row for name in names for row in content(name)["rows"]]:
-        draft = f" ({row['draft_ms']:.1f}, {row['draft_ms'] / row['step_ms']:.0%})" if row["drafts"] else ""
+    for row in content(name)["rows"]:
+        low, middle, high = row["ratio"]
+        draft = f"; {row['draft_ms']:.1f} ms" if row["drafts"] else ""
         line = lines.setdefault((row["head"], str(row["drafts"])), {})
-        line.setdefault(f"c={row['clients']}", f"{row['step_ms']:.0f}{draft}")
+        is_plain = row["head"] == "plain"
+        shown = f"{row['step_ms']:.0f} ms" if is_plain else f"{middle:.2f}x [{low:.2f}, {high:.2f}]{draft}"
+        line[f"c={row['clients']}"] = shown
         line["greedy, equal to plain's"] = f"{row['identical']} of {row['answers']}"
     columns = dict.fromkeys(column for line in lines.values() for column in sorted(line, key=lambda c: c[0] == "g"))
     return table("head|K", [[*key, *map(line.get, columns)] for key, line in lines.items()], list(columns))
@@ -196,7 +199,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "tasks": partial(tasks, "smollm2-head"),
     "parts rows": partial(parts, "smollm2-rows"),
     "parts longer": partial(parts, "smollm2-circuits"),
-    "milliseconds": partial(steps, "smollm2-step-plain", "smollm2-step", "smollm2-step-before"),
+    "milliseconds": partial(steps, "smollm2-step"),
     "shakespeare": shakespeare,
     "training cuda": partial(training, "training-cuda"),
     "training cpu": partial(training, "training-cpu"),

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 from hypothesis import given as for_all
 from hypothesis import settings
@@ -75,16 +74,16 @@ def test_prior_costs_of_drafts_that_are_not_allowed_are_infinite() -> None:
 
 
 def test_prior_costs_of_a_chat_model_are_near_the_measured_ones() -> None:
-    """Steps of SmolLM2 (135M) with two heads, relative to those without drafts; the constants are of a byte target.
+    """Steps of SmolLM2 (135M) relative to plain vLLM's; the constants are of a byte target.
 
-    Up to a quarter: whole steps of one client vary by a fifth between engines.
+    0.15: the quartiles of the measured ones are up to an eighth from their median.
     """
     rows = json.loads((ROOT / "benchmarks/results/smollm2-step.json").read_text())["rows"]
-    steps = pd.DataFrame(rows)[lambda rows: rows["head"] != "plain"].groupby(["clients", "drafts"])["step_ms"].mean()
-    costs = schedule.prior_costs((0, 1, 3, 5), None, 16, 0.037, products=1.345e8)
-    for clients, drafts in steps.index:
-        found = costs[clients, (0, 1, 3, 5).index(drafts)] / costs[clients, 0]
-        assert found == pytest.approx(steps[clients, drafts] / steps[clients, 0], rel=0.25), (clients, drafts)
+    arms = sorted({row["drafts"] for row in rows})
+    costs = schedule.prior_costs(arms, None, 16, 0.037, products=1.345e8)
+    for row in rows:
+        found = costs[row["clients"], arms.index(row["drafts"])] / costs[row["clients"], 0]
+        assert found == pytest.approx(row["ratio"][1], rel=0.15), row
 
 
 @pytest.mark.parametrize(
