@@ -99,6 +99,25 @@ def test_a_chat_model_starts_with_the_best_drafts() -> None:
     assert sum(drafts == 0 for drafts in chosen) > 180  # the others are trials
 
 
+@pytest.mark.parametrize(("batch", "least"), [(1, 1.03), (4, 0.97), (16, 0.96)])
+def test_a_head_that_hardly_pays_costs_little_from_the_start(batch: int, least: float) -> None:
+    """SmolLM2 at measured costs, the card of its own text, other text: 150 steps, relative to plain's as many tokens.
+
+    At best 1.08, 1 and 1. Before observed arms could confirm the prior, trials took 6 and 9 % where the best is 1.
+    """
+    arms, ratios = draft_arms(5), {1: (1, 1.1, 1.35, 1.45), 4: (1, 1.25, 1.54, 1.8), 16: (1, 1.55, 2.4, 3.2)}
+    card, speeds = np.tile([0.5, 0.2, 0.1, 0.03, 0.02], (2, 1)), []
+    for seed in range(20):
+        rng, plan = np.random.default_rng(seed), OnlinePlan(arms, prior_costs(arms, None, 16, 0.037, 1.345e8), card)
+
+        def took(batch: int, drafts: int, rng: np.random.Generator = rng) -> float:
+            return 0.1 * ratios[batch][arms.index(drafts)] * np.exp(rng.normal(0, 0.1))
+
+        _, seconds, tokens = serve(plan, took, 0.2, 150, batch, seed)
+        speeds.append(0.1 * tokens / batch / seconds)
+    assert np.mean(speeds) > least
+
+
 def test_head_that_is_hardly_ever_accepted_is_reported() -> None:
     """From 100 first drafts on, and not a head whose drafts are accepted now and then."""
     for accepted, reported in ((0.0, True), (0.3, False)):
@@ -195,8 +214,8 @@ def test_trials_respect_a_limit_inside_a_bucket() -> None:
     """3 drafts are allowed up to 6 requests; sizes 5 to 8 are one bucket, whose trials at 5 try 3 drafts."""
     plan = make_plan(lambda batch, drafts: DEAR(batch, drafts) if batch * drafts <= 18 else np.inf, 0.1)
     tried: set[int] = set()
-    for seed in range(2000):
-        tried |= set(serve(plan, DEAR, 0.1, 4, batch=5, seed=seed)[0])
+    for seed in range(2000):  # the prior is wrong by a half: where observed arms agree with it 3 is not tried
+        tried |= set(serve(plan, lambda *step: DEAR(*step) * (1.5 if step[1] else 1), 0.1, 4, batch=5, seed=seed)[0])
         assert all(batch * drafts <= 18 for batch, drafts in enumerate(plan.lookup)), plan.trial
     assert 3 in tried and np.isfinite(plan.estimate(REQUESTS)[1]).all()
 

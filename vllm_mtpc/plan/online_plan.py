@@ -8,8 +8,9 @@ Seconds are a prior (a roofline of the device) times a ratio, observed per bucke
 takes the ratio of its bucket, an unobserved bucket that of all. Acceptance is counted per class of requests (greedy or
 sampled, context length) and starts at the card of the head. The arm with the highest speed serves.
 
-Other arms are tried for a few steps where their upper confidence bound is above the best speed; no drafts, also where
-few of the last steps had none, since a first estimate of a cold engine would keep drafts that lose. Each trial is paid
+Other arms are tried for a few steps where their upper confidence bound is above the best speed, unobserved ones in any
+case until two observed ones agree with the prior; no drafts, also where few of the last steps had none, since a first
+estimate of a cold engine would keep drafts that lose. The serving arm is observed first. Each trial is paid
 from the budget of its bucket: EXPLORE of the time of all steps is earned, and what a trial lost is subtracted after it.
 A trial does not start before its expected loss is earned.
 """
@@ -40,6 +41,7 @@ HEAD_START = 8.0  # steps that the first trials of a bucket may lose
 TRIAL_STEPS = 8  # the first two are not observed: their rows and drafts are of different arms
 UPDATE_STEPS = 16  # between two updates of the plan
 WIDTH = 0.4  # relative standard deviation of the speed of an unobserved arm; divided by sqrt(1 + steps)
+AGREE, AGREED_WIDTH = 1.25, 0.15  # largest quotient of the ratios of observed arms that agree; WIDTH then
 KNOWN = 3.0  # recent steps without drafts below which they are tried again
 LEAST_LOSS = 0.1  # expected of a trial, as a share of its time
 REJECTED, REJECTED_COUNT = 0.98, 100  # share of rejected first drafts that is reported, and their minimum number
@@ -233,8 +235,13 @@ class OnlinePlan:
 
     def _next_trial(self, seconds: Floats, speeds: Floats, batch: int) -> tuple[int, int] | None:
         bucket, best = int(self.buckets[batch]), int(self.best[batch])
-        bounds = speeds * (1 + WIDTH / np.sqrt(1 + self.recent[bucket]))
-        bounds[(self.counts[bucket] == 0) & (speeds > 0)] = np.inf  # a prior can be wrong by any factor
+        if not self.counts[bucket, best]:  # it is tried by serving
+            return None
+        seen = self.ratios[bucket][self.counts[bucket] >= TRIAL_STEPS // 2]
+        is_agreed = len(seen) > 1 and seen.max() < AGREE * seen.min()
+        bounds = speeds * (1 + (AGREED_WIDTH if is_agreed else WIDTH) / np.sqrt(1 + self.recent[bucket]))
+        if not is_agreed:  # a prior can be wrong by any factor
+            bounds[(self.counts[bucket] == 0) & (speeds > 0)] = np.inf
         if self.recent[bucket, 0] < KNOWN:  # what all arms are compared with
             bounds[0] = np.inf
         bounds[best] = 0
