@@ -40,7 +40,6 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--target", required=True, metavar="MODEL")
     parser.add_argument("--data", required=True, type=Path, metavar="FILE", help="jsonl of Spec-Bench")
     parser.add_argument("--drafts", nargs="+", type=int, default=[1, 3, 5], metavar="K")
-    parser.add_argument("--temperature", type=float, default=0.0, help="of the timed answers (0)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(words)
     return guard(PROG, lambda: run(args))
@@ -60,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         for number in Bar(range(rounds), desc=f"{clients} clients", unit="round"):
             asked = [prompts[(number * clients + i) % len(prompts)] for i in range(clients)]
             for index in range(len(engines))[:: 1 if number % 2 else -1]:
-                steps[index, number] = engines[index].step_ms(asked, args.temperature)
+                steps[index, number] = engines[index].step_ms(asked)
         for engine, times in zip(engines, steps, strict=True):
             ratio = np.quantile(times / steps[0], (0.25, 0.5, 0.75)).round(3).tolist()
             draft = round(median(engine.draft_ms), 2) if engine.draft_ms else 0.0
@@ -72,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         equal = sum(ours == plain for ours, plain in zip(own, answers[0], strict=True))
         row |= {"identical": equal, "answers": len(own)}
     if args.json:
-        how = {"dtype": "float32", "tokens": TOKENS, "rounds": ROUNDS, "temperature": args.temperature}
+        how = {"dtype": "float32", "tokens": TOKENS, "rounds": ROUNDS}
         write_json(args.json, {"kind": "steps", **provenance.collect(), "how": how, "rows": rows})
     print_table("a step and its draft", HEADER, [line(row) for row in rows])
     return 0
@@ -105,16 +104,17 @@ class Engine:
             drafter = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter
             drafter._generate_drafts = partial(watch, drafter._generate_drafts, self.draft_ms)
 
-    def step_ms(self, prompts: list[dict[str, list[int]]], temperature: float) -> float:
+    def step_ms(self, prompts: list[dict[str, list[int]]]) -> float:
         """Return the median milliseconds of the steps after the first, which reads the prompts."""
         self._steps.clear()
-        self.answer(prompts, TOKENS, temperature)
+        self.answer(prompts, TOKENS)
         return median(self._steps[1 : 1 + TOKENS // 2])
 
-    def answer(self, prompts: list[dict[str, list[int]]], tokens: int, temperature: float = 0.0) -> list[list[int]]:
+    def answer(self, prompts: list[dict[str, list[int]]], tokens: int) -> list[list[int]]:
+        """Return the ids of a greedy answer of `tokens` tokens to each prompt."""
         from vllm import SamplingParams
 
-        sampling = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
+        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
         answers = self.llm.generate(prompts, sampling, use_tqdm=False)
         return [list(answer.outputs[0].token_ids) for answer in answers]
 

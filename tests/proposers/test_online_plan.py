@@ -101,7 +101,7 @@ def test_a_chat_model_starts_with_the_best_drafts() -> None:
 
 @pytest.mark.parametrize(("batch", "least"), [(1, 1.03), (4, 0.97), (16, 0.96)])
 def test_a_head_that_hardly_pays_costs_little_from_the_start(batch: int, least: float) -> None:
-    """SmolLM2 at measured costs, the card of its own text, other text: 150 steps, relative to plain's as many tokens.
+    """SmolLM2 at measured costs, the card of its own text, other text: the speed of 150 steps, of plain's.
 
     At best 1.08, 1 and 1. Before observed arms could confirm the prior, trials took 6 and 9 % where the best is 1.
     """

@@ -110,13 +110,6 @@ class VllmServer:
         if self.process.poll() is not None:
             raise self._failure(f"ended with exit code {self.process.returncode}")
 
-    def check(self) -> None:
-        """Raise EngineFailed unless the server runs and its engine is healthy."""
-        self.check_running()
-        if not self.is_healthy():
-            self.check_running()
-            raise self._failure("is not healthy")
-
     def send(self, path: str, body: Any = None, timeout_s: float = ANSWER_TIMEOUT_S) -> httpx.Response:
         """Return the answer to a GET, or to a POST of a JSON body. Raises EngineFailed if there is none."""
         method = "GET" if body is None else "POST"

@@ -16,12 +16,11 @@ def encode(answer: dict[str, Any]) -> bytes:
     return (json.dumps(answer, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
 
 
-def resume(path: Path, key: str, settings: dict[str, Any]) -> set[str]:
+def resume(path: Path, settings: dict[str, Any]) -> set[str]:
     """Return the ids in a file of answers, and remove its incomplete last line; a new file gets its settings.
 
     Args:
         path: of the file; PATH.meta.json has its settings.
-        key: of the id in each line.
         settings: JSON values that the answers depend on.
 
     Raises:
@@ -49,7 +48,7 @@ def resume(path: Path, key: str, settings: dict[str, Any]) -> set[str]:
                 break
             end += len(line)
             try:
-                ids.add(json.loads(line)[key])
+                ids.add(json.loads(line)["id"])
             except (ValueError, TypeError, KeyError):
                 raise UsageError(f"{path}:{number}: not a response; remove the line and run again") from None
     os.truncate(path, end)

@@ -67,7 +67,7 @@ def regenerate(options: RegenerateOptions, respond: Respond | None = None) -> Pa
     requests: list[Any] = [*collect(options, tokenizer), *own.conversations]
     ids = sorted({request.id for request in requests})
     prompts = hashlib.sha256("".join(ids).encode()).hexdigest()
-    done = own.resume(resume(options.out, "id", {**options.meta(), "prompts": prompts}))
+    done = own.resume(resume(options.out, {**options.meta(), "prompts": prompts}))
     left = {request.id: request for request in requests if request.id not in done}
     if not left:
         return options.out
