@@ -170,7 +170,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "passes": passes,
     "identical passes": partial(identical, "ptp-passes"),
     **{f"identical {name}": partial(identical, f"identity-{name}") for name in ("v1", "ptp", "v2")},
-    "identical subword": partial(identical, "serve-subword-cpu"),
     "components": partial(sweep, "components-cpu", COMPONENTS),
     "losses": partial(sweep, "losses", LOSSES),
     "launches": launches,

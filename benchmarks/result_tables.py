@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -136,6 +137,21 @@ def tasks(name: str) -> str:
     return table("head", lines, columns)
 
 
+def lost() -> str:
+    """Return steps and accepted first drafts by the entropy of the target, a row for each temperature."""
+    rows = content("smollm2-lost")["rows"]
+    least = sorted({row["bits"] for row in rows})
+    columns = [*(f"{a:g} to {b:g} bits" for a, b in pairwise(least)), f"{least[-1]:g} and more"]
+    lines = []
+    for t in (1, 0):
+        own = [row for row in rows if row["temperature"] == t]
+        lines.append([f"steps, T={t}", *(f"{row['share']:.0%}" for row in own)])
+        accepted = (f"{row['accepted']:.2f} ± {row['standard_error']:.2f}" for row in own)
+        lines.append([f"first draft accepted, T={t}", *accepted])
+        lines.append([f"can be drafted, T={t}", *(f"{row['coverage']:.1%}" for row in own)])
+    return table("entropy of the target", lines, columns)
+
+
 def over_seeds(results: list[Row]) -> str:
     """Return tokens/step and the gain ± its error: of the texts, which are the same ones, and of the seeds."""
     gains, errors = (np.array([row["gain"][part] for row in results]) for part in (0, 1))
@@ -197,6 +213,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "parts head": partial(parts, "smollm2-first", "smollm2-head"),
     "parts frozen": partial(parts, "smollm2-frozen"),
     "tasks": partial(tasks, "smollm2-head"),
+    "lost": lost,
     "parts rows": partial(parts, "smollm2-rows"),
     "parts longer": partial(parts, "smollm2-circuits"),
     "milliseconds": partial(steps, "smollm2-step"),

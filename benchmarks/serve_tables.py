@@ -110,12 +110,6 @@ def unseen_cells(name: str, more: str = "", temperature: float = 1.0) -> tuple[l
     return cells, f"{harmonic_mean([cell['tokens_per_step'] for cell in cells]):.2f}"
 
 
-def subword() -> str:
-    """Return the table of the Llama with 4,096 ids."""
-    found = {name: row for name, row in read("serve-subword-cpu").items() if "every" not in name}
-    return table("", [[name, *(show(row[cell], has_steps=True) for cell in CELLS)] for name, row in found.items()])
-
-
 def others() -> str:
     """Return the table of the other targets and what it shows."""
     lines = []
@@ -211,7 +205,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "unseen": unseen,
     **{f"unseen {name.partition(' ')[0]}": lambda name=name: unseen_cells(name)[1] for name in UNSEEN},
     "others": others,
-    "subword": subword,
     "draft": draft,
     "simulation": simulation,
 }

@@ -39,6 +39,7 @@ fi
 # With Python's documentation (Debian's python3.11-doc) and the JSON examples of botocore, twice.
 mkdir -p build/demo
 ln -sfn /usr/share/doc/python3.11/html/_sources build/demo/python3.11-doc
+"$python" -c 'import botocore' 2>/dev/null || "$python" -m pip install -q botocore
 ln -sfn "$("$python" -c 'import botocore; print(botocore.__path__[0])')/data" build/demo/botocore
 json="build/demo/botocore/**/examples-1.json"
 texts=("build/demo/python3.11-doc/**/*.txt" "$json" "$json")

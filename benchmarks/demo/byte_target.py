@@ -38,6 +38,7 @@ WARM_UP, COOL_DOWN = 100, 400
 GRAD_CLIP = 1.0
 AHEAD, AHEAD_WEIGHT = 7, 0.5  # further tokens that the last states predict, weight of their mean loss
 LEARNING_RATE = 3e-3
+HAS_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # products of this CPU
 LAYERS, HIDDEN_SIZE, INTERMEDIATE_SIZE = 8, 128, 1024
 
 
@@ -121,7 +122,7 @@ def token_loss(model: PreTrainedModel, tokens: torch.Tensor, ahead: nn.ModuleLis
     ``ahead``: linear layers that predict the tokens 2, 3, ... places ahead, AHEAD_WEIGHT of whose mean loss is added.
     """
     # bfloat16 matrix products are about three times faster than float32 ones on CPUs that have them, else far slower.
-    with torch.autocast("cpu", torch.bfloat16, enabled=torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+    with torch.autocast("cpu", torch.bfloat16, enabled=HAS_BFLOAT16):
         found = model(input_ids=tokens[:, :-1], use_cache=False, output_hidden_states=ahead is not None)
         logits = [found.logits]  # [B, T, V]
         for k, layer in enumerate(ahead or [], 2):
@@ -145,7 +146,7 @@ def build_optimizers(model: PreTrainedModel, rate: float = LEARNING_RATE) -> lis
     With a budget of a few thousand steps Muon reaches the same loss in clearly fewer of them than AdamW alone. Its
     products are bfloat16: a CPU without them gets AdamW for all, and another model from the same seed.
     """
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if not HAS_BFLOAT16:
         return [torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.05, fused=True)]
     inner = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
     outer = [p for name, p in model.named_parameters() if not (p.ndim == 2 and ".layers." in name)]

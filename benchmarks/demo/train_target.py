@@ -71,6 +71,7 @@ def main() -> None:
             **dataclasses.asdict(recipe),
             "long_window": config.max_position_embeddings,
             "significant_bits": arguments.significant_bits,
+            "products": "bfloat16" if byte_target.HAS_BFLOAT16 else "float32",
         },
         data=f"{arguments.text.name} as bytes; its last 1/{corpus.HOLDOUT} held out" if arguments.text else library,
         minutes=(time.monotonic() - started) / 60,
@@ -131,8 +132,8 @@ weights.
 
 - Data: {data["description"]}; {data["files"]} files, {data["bytes"]} bytes, SHA-256 `{data["sha256"]}`.{licence}
 - Training: {settings["steps"]} steps of {settings["tokens_per_step"]} bytes, of which {settings["long_steps"]}
-  in the second half on windows of {settings["long_window"]}; bfloat16 matrix products; seed {record["seed"]};
-  {results["minutes"]:.0f} minutes.{ahead}
+  in the second half on windows of {settings["long_window"]}; {settings["products"]} matrix products;
+  seed {record["seed"]}; {results["minutes"]:.0f} minutes.{ahead}
 - Command: `{record["command"]}`
 """
 
