@@ -89,7 +89,8 @@ def wrong_medians(values: Any) -> Iterator[tuple[str, Any]]:
             expected |= {"speedups": ratios, "speedup": [median(ratios)], "speedup_spread": [min(ratios), max(ratios)]}
         for key, numbers in expected.items():
             kept = row[key] if isinstance(row[key], list) else [row[key]]
-            if kept != pytest.approx(numbers, rel=5e-4):  # rounded to 4 digits
+            hundredth = 5e-3 if key.startswith("tokens") else None  # 8.05 tok/s are kept with 3 digits, others with 4
+            if kept != pytest.approx(numbers, rel=5e-4, abs=hundredth):
                 yield row["decoding"], key
 
 
