@@ -1,8 +1,7 @@
-"""``python -m benchmarks.demo.subword_target``: a small model of one of five families over a BPE, trained in minutes.
+"""``python -m benchmarks.demo.subword_target``: a small model of one of three families over a BPE, trained in minutes.
 
-A target for heads of kind `shared`: its lm_head is the largest of its matrices, as in subword models of any size. Text
-and training are those of the byte-level demo target; the BPE is learnt from the training part of the text. Families
-to test defaults on other models than the demo.
+Defaults of serving are tested on them (scripts/other_targets.sh). Text and training are those of the byte-level demo
+target; the BPE is learnt from the training part of the text.
 """
 
 from __future__ import annotations
@@ -19,19 +18,18 @@ if TYPE_CHECKING:
 
     from benchmarks.demo.corpus import Corpus, Split
 
-VOCAB_SIZE = 4096
-STEPS, LONG_STEPS = 550, 50
+LONG_STEPS = 50
 HIDDEN_SIZE, LAYERS, HEAD_DIM = 192, 4, 32
 EOS = 0
-FAMILIES = {"llama": "llama", "qwen3": "qwen3", "phi3": "phi3", "gemma": "gemma2", "neox": "gpt_neox"}
+FAMILIES = {"qwen3": "qwen3", "phi3": "phi3", "neox": "gpt_neox"}
 CHAT = (
     "{% for message in messages %}{{ '# ' + message['role'] + '\\n' + message['content'] + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '# assistant\\n' }}{% endif %}"
 )
 
 
-def target_config(family: str = "llama", vocab_size: int = VOCAB_SIZE, hidden_size: int = HIDDEN_SIZE) -> Any:
-    """Sizes of the target: by default about 2.6M parameters, of which the tied embedding has 0.8M."""
+def target_config(family: str, vocab_size: int, hidden_size: int) -> Any:
+    """Return the config of a target of LAYERS layers."""
     from transformers import AutoConfig
 
     from benchmarks.demo import byte_target
@@ -42,8 +40,6 @@ def target_config(family: str = "llama", vocab_size: int = VOCAB_SIZE, hidden_si
         own = {"rotary_pct": 1.0, "hidden_act": "gelu", "layer_norm_eps": 1e-5}
     if family == "phi3":
         own = {"num_key_value_heads": heads, "rms_norm_eps": 1e-5, "pad_token_id": EOS}
-    if family == "gemma":
-        own |= {"query_pre_attn_scalar": HEAD_DIM, "sliding_window": byte_target.LONG}
     return AutoConfig.for_model(
         FAMILIES[family],
         vocab_size=vocab_size,
@@ -61,7 +57,7 @@ def target_config(family: str = "llama", vocab_size: int = VOCAB_SIZE, hidden_si
     )
 
 
-def build_tokenizer(texts: list[bytes], vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
+def build_tokenizer(texts: list[bytes], vocab_size: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE of vocab_size ids learnt from the texts; id 0 is end-of-text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -107,7 +103,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[bytes]) -> Split:
     return Split(tokens, starts, lines)
 
 
-def as_subwords(text: Corpus, vocab_size: int = VOCAB_SIZE) -> tuple[PreTrainedTokenizerFast, Corpus]:
+def as_subwords(text: Corpus, vocab_size: int) -> tuple[PreTrainedTokenizerFast, Corpus]:
     """A BPE of the training part, and both parts in its ids."""
     from benchmarks.demo.corpus import Corpus, documents
 
@@ -121,9 +117,9 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.demo.subword_target", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--text", type=Path, metavar="FILE", help="train on this text, not on the standard library")
-    parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"default: {STEPS}")
-    parser.add_argument("--family", choices=FAMILIES, default="llama", help="default: llama")
-    parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, metavar="V", help=f"default: {VOCAB_SIZE}")
+    parser.add_argument("--steps", type=int, required=True, metavar="N")
+    parser.add_argument("--family", choices=FAMILIES, required=True)
+    parser.add_argument("--vocab-size", type=int, required=True, metavar="V")
     parser.add_argument("--hidden-size", type=int, default=HIDDEN_SIZE, metavar="D", help=f"default: {HIDDEN_SIZE}")
     return parser
 
