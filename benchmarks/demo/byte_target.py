@@ -40,6 +40,7 @@ AHEAD, AHEAD_WEIGHT = 7, 0.5  # further tokens that the last states predict, wei
 LEARNING_RATE = 3e-3
 HAS_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # products of this CPU
 LAYERS, HIDDEN_SIZE, INTERMEDIATE_SIZE = 8, 128, 1024
+PRUNING_WINDOWS = 32  # short ones, by which neurons are chosen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,10 +117,49 @@ def build_tokenizer(positions: int = LONG) -> PreTrainedTokenizerFast:
     )
 
 
-def token_loss(model: PreTrainedModel, tokens: torch.Tensor, ahead: nn.ModuleList | None = None) -> torch.Tensor:
+@torch.no_grad()
+def prune(teacher: PreTrainedModel, intermediate_size: int, tokens: torch.Tensor) -> PreTrainedModel:
+    """A copy of ``teacher`` with ``intermediate_size`` neurons in each MLP. tokens: [B, T], to choose by.
+
+    From the first layer to the last: the neurons that add most to the MLP's output stay, and the columns of
+    ``down_proj`` that remain are solved anew by least squares, from the copy's activations to the output of the
+    teacher's MLP on the same input.
+    """
+    model, columns = copy.deepcopy(teacher), []  # a layer's neurons times down_proj
+
+    def replace(mlp: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        state, down = inputs[0].flatten(0, -2), mlp.down_proj.weight  # [N, H], [H, I]
+        neurons = mlp.act_fn(mlp.gate_proj(state)) * mlp.up_proj(state)  # [N, I]
+        chosen = (neurons.square().mean(0) * down.square().sum(0)).topk(intermediate_size).indices.sort().values
+        kept, wanted = neurons[:, chosen].double(), output.flatten(0, -2).double()
+        damping = 1e-4 * kept.square().mean() * len(kept) * torch.eye(intermediate_size, dtype=kept.dtype)
+        solved = torch.linalg.solve(kept.T @ kept + damping, kept.T @ wanted).float()  # [I', H]
+        columns.append((mlp, chosen, solved))
+        return (kept.float() @ solved).view_as(output)
+
+    hooks = [layer.mlp.register_forward_hook(replace) for layer in model.model.layers]
+    model(input_ids=tokens, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    for mlp, chosen, solved in columns:
+        for linear in (mlp.gate_proj, mlp.up_proj):
+            linear.weight, linear.out_features = nn.Parameter(linear.weight[chosen].clone()), intermediate_size
+        mlp.down_proj.weight = nn.Parameter(solved.T.contiguous())
+        mlp.intermediate_size = mlp.down_proj.in_features = intermediate_size
+    model.config.intermediate_size = intermediate_size
+    return model.requires_grad_().train()
+
+
+def token_loss(
+    model: PreTrainedModel,
+    tokens: torch.Tensor,
+    ahead: nn.ModuleList | None = None,
+    teacher: PreTrainedModel | None = None,
+) -> torch.Tensor:
     """Mean next-token loss in nats. tokens: [B, T + 1].
 
     ``ahead``: linear layers that predict the tokens 2, 3, ... places ahead, AHEAD_WEIGHT of whose mean loss is added.
+    ``teacher``: the next token's loss is the cross-entropy to its distribution in place of the text.
     """
     # bfloat16 matrix products are about three times faster than float32 ones on CPUs that have them, else far slower.
     with torch.autocast("cpu", torch.bfloat16, enabled=HAS_BFLOAT16):
@@ -127,7 +167,11 @@ def token_loss(model: PreTrainedModel, tokens: torch.Tensor, ahead: nn.ModuleLis
         logits = [found.logits]  # [B, T, V]
         for k, layer in enumerate(ahead or [], 2):
             logits.append(layer(found.hidden_states[-1][:, : 1 - k]))
-    losses = [F.cross_entropy(some.float().flatten(0, 1), tokens[:, k:].flatten()) for k, some in enumerate(logits, 1)]
+    wanted = [tokens[:, k:].flatten() for k in range(1, len(logits) + 1)]
+    if teacher:
+        with torch.no_grad():
+            wanted[0] = teacher(input_ids=tokens[:, :-1], use_cache=False).logits.flatten(0, 1).softmax(-1)
+    losses = [F.cross_entropy(some.float().flatten(0, 1), of) for some, of in zip(logits, wanted, strict=True)]
     return losses[0] + (AHEAD_WEIGHT * torch.stack(losses[1:]).mean() if ahead else 0)
 
 
@@ -162,12 +206,13 @@ def train_step(
     tokens: torch.Tensor,
     factor: float,
     ahead: nn.ModuleList | None = None,
+    teacher: PreTrainedModel | None = None,
 ) -> float:
     """One update on tokens[B, T + 1] at ``factor`` times the peak learning rates. Returns the ``token_loss``."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group.setdefault("peak_lr", group["lr"]) * factor
-    loss = token_loss(model, tokens, ahead)
+    loss = token_loss(model, tokens, ahead, teacher)
     for optimizer in optimizers:
         optimizer.zero_grad()
     loss.backward()
@@ -206,16 +251,23 @@ def train(
     config: PretrainedConfig | None = None,
     recipe: Recipe | None = None,
     state: Path | None = None,
+    teacher: PreTrainedModel | None = None,
 ) -> PreTrainedModel:
     """Trains from the fixed seed; the progress bar shows loss in nats, bits per byte and the time left.
 
-    In the last ``ahead_steps`` both include the loss of the further tokens, see ``token_loss``.
+    In the last ``ahead_steps`` both include the loss of the further tokens, see ``token_loss``. From ``teacher`` the
+    model is pruned, and learns its distributions.
     With the file ``state`` an interrupted training goes on from its last 100 steps.
     """
     recipe = recipe or Recipe()
     torch.manual_seed(SEED)
     generator = torch.Generator().manual_seed(SEED)
-    model = AutoModelForCausalLM.from_config(config or target_config(), dtype=torch.float32)
+    config = config or target_config()
+    if teacher:
+        chooses = corpus.crops(text.train, PRUNING_WINDOWS, recipe.short_window, generator)
+        model = prune(teacher, config.intermediate_size, chooses)
+    else:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     rate, sizes = recipe.learning_rate, (model.config.hidden_size, model.config.vocab_size)
     optimizers = build_optimizers(model, rate)
     ahead = nn.ModuleList(nn.Linear(*sizes, bias=False) for _ in range(AHEAD if recipe.ahead_steps else 0))
@@ -231,7 +283,7 @@ def train(
         windows = max(1, recipe.tokens_per_step // length)
         tokens = corpus.crops(text.train, windows, length + 1, generator)
         more = ahead if step >= steps - recipe.ahead_steps else None
-        loss = train_step(model, optimizers, tokens, schedule(step, steps, recipe.cool_down), more)
+        loss = train_step(model, optimizers, tokens, schedule(step, steps, recipe.cool_down), more, teacher)
         bar.set_postfix(loss=f"{loss:.3f}", bits=f"{loss / math.log(2):.3f}", refresh=False)
         bar.update()
         if state and (step + 1) % 100 == 0:

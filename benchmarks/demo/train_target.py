@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
 import time
 from pathlib import Path
@@ -36,6 +37,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--cool-down", type=int, metavar="N", help="steps at falling rates")
     parser.add_argument("--ahead-steps", type=int, metavar="N", help="those that look further ahead")
     parser.add_argument("--significant-bits", type=int, metavar="N", help="of the stored weights")
+    parser.add_argument("--learning-rate", type=float, metavar="X", help="the highest")
+    parser.add_argument("--teacher", type=Path, metavar="FOLDER", help="a target to prune and to learn from")
     parser.add_argument("--state", type=Path, metavar="FILE", help="an interrupted training goes on from it")
     return parser
 
@@ -56,10 +59,12 @@ def main() -> None:
         arguments.positions or byte_target.LONG,
     )
     given = {field.name: getattr(arguments, field.name, None) for field in dataclasses.fields(byte_target.Recipe)}
-    given["learning_rate"] = byte_target.LEARNING_RATE * math.sqrt(byte_target.HIDDEN_SIZE / width)
+    rate = byte_target.LEARNING_RATE * math.sqrt(byte_target.HIDDEN_SIZE / width)
+    given["learning_rate"] = arguments.learning_rate or rate
     recipe = byte_target.Recipe(**{name: value for name, value in given.items() if value is not None})
     started = time.monotonic()
-    model = byte_target.train(text, config, recipe, arguments.state)
+    teacher = byte_target.load(arguments.teacher) if arguments.teacher else None
+    model = byte_target.train(text, config, recipe, arguments.state, teacher)
     byte_target.save(model, arguments.out, bits=arguments.significant_bits)
     if arguments.state:
         arguments.state.unlink(missing_ok=True)
@@ -72,6 +77,7 @@ def main() -> None:
             "long_window": config.max_position_embeddings,
             "significant_bits": arguments.significant_bits,
             "products": "bfloat16" if byte_target.HAS_BFLOAT16 else "float32",
+            "teacher": json.loads((arguments.teacher / "provenance.json").read_text()) if teacher else None,
         },
         data=f"{arguments.text.name} as bytes; its last 1/{corpus.HOLDOUT} held out" if arguments.text else library,
         minutes=(time.monotonic() - started) / 60,
@@ -107,6 +113,12 @@ def card(record: dict[str, Any]) -> str:
     ahead = ""
     if count := settings.get("ahead_steps"):
         ahead = f" In the last {count} steps its states also predict 7 further tokens, by layers that are not kept."
+    if teacher := settings.get("teacher"):
+        size, loss = teacher["figures"]["parameters"] / 1e6, teacher["figures"]["bits_per_byte"]
+        ahead += (
+            f"\n- Pruned from a target of {size:.2f}M parameters and {loss:.4f} bits per byte, and taught by its\n"
+            "  distributions."
+        )
     licence = " The\n  Python standard library is under the PSF License." if LIBRARY in data["description"] else ""
     return f"""\
 ---
