@@ -62,16 +62,16 @@ def expected() -> str:
 
 
 def ptp() -> str:
-    """Return the table of the packaged PTP heads."""
-    lines = []
-    for name in ("o-ptp", "c-ptp", "late"):
-        t1, t0 = (content(f"head/{name}")["figures"][t] for t in ("t1", "t0"))
+    """Return the table of the PTP heads of 0.3."""
+    lines, rows = [], {row["head"]: row for row in content("ptp-demo")["rows"]}
+    for name, row in rows.items():
+        t1, t0 = row["t1"], row["t0"]
         ratio = f"{t1['tokens_per_step'] / t1['baseline_tokens_per_step']:.3f}" if name != "late" else ""
         two = f"{t1['two_pass_tokens_per_step']:.3f} ± {t1['two_pass_standard_error']:.3f}"
         tokens = t1.get("shuffled_tokens_per_step")
         shuffled = f"{t1['shuffled_accuracy']:.1%}" + (f", {tokens:.3f}" if tokens else "")
         lines.append([name, cell(t1, 3), ratio, two, cell(t0, 3), f"{t1['accuracy']:.1%}", shuffled])
-    baseline = [f"{content('head/o-ptp')['figures'][t]['baseline_tokens_per_step']:.3f}" for t in ("t1", "t0")]
+    baseline = [f"{rows['o-ptp'][t]['baseline_tokens_per_step']:.3f}" for t in ("t1", "t0")]
     lines.insert(0, ["independent", baseline[0], "1", "", baseline[1], "", ""])
     columns = ["tokens/step T=1, merged", "of independent", "T=1, two passes", "T=0, merged", "right drafts"]
     return table("head", lines, [*columns, "with the u of other windows, tokens/step"])

@@ -36,6 +36,7 @@ if [ -z "$out" ] && [ -n "$quick" ]; then
 elif [ -z "$out" ]; then
     out=vllm_mtpc/demo/assets others=tests/assets target=../../../vllm_mtpc/demo/assets/target
 fi
+data=build/demo${quick:+-quick}
 # With Python's documentation (Debian's python3.11-doc) and the JSON examples of botocore, twice.
 mkdir -p build/demo
 ln -sfn /usr/share/doc/python3.11/html/_sources build/demo/python3.11-doc
@@ -44,18 +45,24 @@ ln -sfn "$("$python" -c 'import botocore; print(botocore.__path__[0])')/data" bu
 json="build/demo/botocore/**/examples-1.json"
 texts=("build/demo/python3.11-doc/**/*.txt" "$json" "$json")
 about="; its documentation (Debian's python3.11-doc, *.txt); the JSON examples of botocore (Apache 2.0), twice"
-target_steps=(--steps 3700 --long-steps 160 --cool-down 800 --ahead-steps 500) head_steps=()
-sampled=3072 greedy=512 long=384 new_tokens=128
+teacher_steps=(--steps 3700 --long-steps 160 --cool-down 800 --ahead-steps 500) head_steps=()
+target_steps=(--steps 1200 --long-steps 20 --cool-down 1000 --ahead-steps 600)
+sampled=1280 greedy=256 long=160 new_tokens=128
 if [ -n "$quick" ]; then
-    target_steps=(--steps 20 --long-steps 2)
+    teacher_steps=(--steps 20 --long-steps 2) target_steps=(--steps 20 --long-steps 2)
     head_steps=(--max-steps 20 --evaluation-sequences 8)
     sampled=24 greedy=8 long=4 new_tokens=48
 fi
 
+# A target that a wheel has room for writes best when it is cut out of a larger one and learns its distributions.
 if [ -z "$only" ] || [ "$only" = target ]; then
+    sizes=(--hidden-size 192 --positions 8192 --short-window 512 --significant-bits 4)
+    "$python" -m benchmarks.demo.train_target --out "$data/teacher" --also "${texts[@]}" --about "$about" \
+        "${sizes[@]}" --intermediate-size 1536 --tokens-per-step 4096 --state "$data/teacher-state.pt" \
+        "${teacher_steps[@]}"
     "$python" -m benchmarks.demo.train_target --out "$out/target" --also "${texts[@]}" --about "$about" \
-        --hidden-size 192 --intermediate-size 1536 --positions 8192 --short-window 512 --tokens-per-step 4096 \
-        --significant-bits 4 --state "build/demo/target-state.pt" ${target_steps[@]+"${target_steps[@]}"}
+        "${sizes[@]}" --intermediate-size 320 --tokens-per-step 2048 --state "$data/target-state.pt" \
+        "${target_steps[@]}" --teacher "$data/teacher" --learning-rate 0.0015
 fi
 [ "$only" = target ] && exit
 if [ ! -f "$out/target/model.safetensors" ]; then
@@ -64,7 +71,6 @@ if [ ! -f "$out/target/model.safetensors" ]; then
 fi
 
 # Text of the target itself, after pieces of the text it was trained on; held out: other pieces.
-data=build/demo${quick:+-quick}
 write() {
     "$python" -m vllm_mtpc regenerate --target "$out/target" --ignore-eos "$@"
 }
@@ -92,68 +98,54 @@ train() { # yaml, options; --out FOLDER first
 circuits() {
     states=(--cache "$data/states")
     rm -rf "$data/states" # of another target
-    train train_demo.yaml --out "$others/ff" "${states[@]}" --circuit ff --components 1
+    train train_demo.yaml --out "$others/ff" "${states[@]}" --circuit ff --components 1 --leaves lm_head
     for circuit in cp hmm btree; do
-        kind=("${states[@]}" --circuit "$circuit" --components 4)
-        [ "$circuit" = btree ] && kind=("${states[@]}" --circuit btree --components 8)
+        kind=("${states[@]}" --circuit "$circuit" --components 4 --leaves lm_head)
+        [ "$circuit" = btree ] && kind=("${states[@]}" --circuit btree --components 4)
         train train_demo.yaml --out "$data/$circuit" "${first[@]}" "${kind[@]}"
         place=("$others/$circuit" --verifier "$target")
         [ "$circuit" = btree ] && place=("$out/btree" --verifier ../target)
         train train_demo.yaml --out "${place[@]}" "${kind[@]}" --leaves.token-rank 32 --init-from "$data/$circuit" \
-            --learning-rate 0.003 --max-steps 1000
+            --learning-rate 0.003 --max-steps 600
     done
 }
 
 # Heads that read earlier tokens learn from short texts first, then from long ones as well.
-with_long=(--data "${responses[@]}" "$data/long.jsonl" --seq-len 1024 --max-steps 400)
+with_long=(--data "${responses[@]}" "$data/long.jsonl" --seq-len 1024)
 
 # Own draft layers: a drafter whose leaves are ff, as DFlash, then a circuit on it and all of it learning.
 backbone() {
-    kind=(--precision bf16 --leaves lm_head --trunk backbone --trunk.layers 3 --trunk.width 512
-        --trunk.aux-hidden-state-layer-ids "[1, 3, 5, 7, 8]")
-    circuit=("${kind[@]}" --circuit btree --components 8 --leaves.component-rank 32 --leaves.token-rank 32)
+    kind=(--leaves lm_head --trunk backbone --trunk.layers 2 --trunk.width 128 --windows-per-step 128
+        --trunk.aux-hidden-state-layer-ids "[1, 4, 8]")
+    circuit=("${kind[@]}" --circuit btree --components 4 --leaves.component-rank 16 --leaves.token-rank 32)
     train train_demo.yaml --out "$data/drafter" "${first[@]}" "${kind[@]}" --circuit ff --acceptance 0.5 \
-        --max-steps 2000 --block-rows 48
+        --max-steps 300 --block-rows 48
     train train_demo.yaml --out "$data/backbone" "${first[@]}" "${circuit[@]}" --init-from "$data/drafter" \
-        --learning-rate 0.002 --max-steps 800 --block-rows 48
+        --learning-rate 0.002 --max-steps 150 --block-rows 48
     train train_demo.yaml --out "$others/backbone" "${circuit[@]}" --init-from "$data/backbone" --verifier "$target" \
-        --learning-rate 0.001 --block-rows 8 "${with_long[@]}"
+        --learning-rate 0.001 --block-rows 8 "${with_long[@]}" --max-steps 40
 }
 
-last=(--learning-rate 0.001 --block-rows 40 "${with_long[@]}")
-
-# The late head starts from it.
+# PTP heads: all start from one without u, which is also what they are compared with.
 independent() {
-    train train_demo_ptp.yaml --out "$data/short" "${first[@]}" --variant independent
-    train train_demo_ptp.yaml --out "$data/independent" --variant independent --init-from "$data/short" "${last[@]}"
+    train train_demo_ptp.yaml --out "$data/independent" "${first[@]}" --variant independent
 }
 
-late() {
-    train train_demo_ptp.yaml --out "$data/late" "${first[@]}" --variant late --init-from "$data/independent" \
-        --late-width 384 --max-steps 1000
-    train train_demo_ptp.yaml --out "$out/late" --verifier ../target --variant late --init-from "$data/late" \
-        --late-width 384 "${last[@]}"
-}
-
-ptp() {
-    for variant in o-ptp c-ptp; do
-        train train_demo_ptp.yaml --out "$data/$variant" "${first[@]}" --variant "$variant"
-        train train_demo_ptp.yaml --out "$others/$variant" --verifier "$target" --variant "$variant" \
-            --init-from "$data/$variant" "${last[@]}"
-    done
+ptp() { # variant, place, verifier, options
+    train train_demo_ptp.yaml --out "$data/$1" "${first[@]}" --variant "$1" --init-from "$data/independent" \
+        --max-steps 200 "${@:4}"
+    train train_demo_ptp.yaml --out "$2/$1" --verifier "$3" --variant "$1" --init-from "$data/$1" \
+        --learning-rate 0.001 --block-rows 40 "${with_long[@]}" --max-steps 120 "${@:4}"
 }
 
 # Two at a time, a core each.
 export OMP_NUM_THREADS=1
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
-circuits &
-independent &
+{ independent; ptp late "$out" ../target --late-width 192; ptp o-ptp "$others" "$target"; } &
+{ circuits; backbone; } &
 wait -n
 wait -n
-{ backbone; late; } &
-ptp &
-wait -n
-wait -n
+ptp c-ptp "$others" "$target"
 
 # The wheel is smaller with weights of few significant bits.
 "$python" -m benchmarks.demo.round_heads "$others"/{ff,cp,hmm,backbone,o-ptp,c-ptp} "$out"/{btree,late}

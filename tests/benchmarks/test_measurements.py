@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import LlamaForCausalLM
 
 from benchmarks import launches, train_cost
+from benchmarks.demo import byte_target
 from vllm_mtpc.files import read_yaml
 from vllm_mtpc.train.options import parse
 
@@ -38,3 +41,18 @@ def test_options_of_kept_plans_are_accepted(root: Path, file: Path) -> None:
     for changed in (plan.get("runs") or plan["cells"]).values():
         options = {name: value for name, value in (changed or {}).items() if name != "apart"}  # the grid's own
         parse({"data": ["text"], **plan["common"], "out": Path("head"), **options})
+
+
+def test_pruned_target_is_as_near_to_its_teacher_as_its_neurons_allow() -> None:
+    torch.manual_seed(0)
+    teacher = LlamaForCausalLM(byte_target.target_config(2, 64, 32)).eval()
+    tokens, unseen = torch.randint(0, 256, (2, 8, 64)).unbind(0)
+
+    def distance(neurons: int) -> float:
+        copy = byte_target.prune(teacher, neurons, tokens).eval()
+        assert copy.config.intermediate_size == neurons and copy.model.layers[1].mlp.up_proj.weight.shape[0] == neurons
+        return (copy(unseen).logits - teacher(unseen).logits).detach().square().mean().item()
+
+    size = teacher(unseen).logits.detach().square().mean().item()
+    assert distance(64) < 1e-4 * size  # damping of the least squares
+    assert distance(48) < distance(16) < distance(4)
