@@ -125,7 +125,6 @@ setup(
         "vllm_mtpc.demo": ["assets/**"],
         "vllm_mtpc.kernels": ["**/*.md"],
     },
-    exclude_package_data={"vllm_mtpc.demo": ["assets/*/*.png"]},  # figures of the cards, 1 MB
     include_package_data=False,
     zip_safe=False,
     install_requires=[

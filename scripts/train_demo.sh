@@ -100,8 +100,8 @@ circuits() {
     rm -rf "$data/states" # of another target
     train train_demo.yaml --out "$others/ff" "${states[@]}" --circuit ff --components 1 --leaves lm_head
     for circuit in cp hmm btree; do
-        kind=("${states[@]}" --circuit "$circuit" --components 4 --leaves lm_head)
-        [ "$circuit" = btree ] && kind=("${states[@]}" --circuit btree --components 4)
+        kind=("${states[@]}" --circuit "$circuit" --components 4 --leaves lm_head --leaves.expander-rank 16)
+        [ "$circuit" = btree ] && kind=("${states[@]}" --circuit btree --components 8 --leaves lm_head)
         train train_demo.yaml --out "$data/$circuit" "${first[@]}" "${kind[@]}"
         place=("$others/$circuit" --verifier "$target")
         [ "$circuit" = btree ] && place=("$out/btree" --verifier ../target)
@@ -115,7 +115,7 @@ with_long=(--data "${responses[@]}" "$data/long.jsonl" --seq-len 1024)
 
 # Own draft layers: a drafter whose leaves are ff, as DFlash, then a circuit on it and all of it learning.
 backbone() {
-    kind=(--leaves lm_head --trunk backbone --trunk.layers 2 --trunk.width 128 --windows-per-step 128
+    kind=(--leaves lm_head --trunk backbone --trunk.layers 1 --trunk.width 128 --windows-per-step 128
         --trunk.aux-hidden-state-layer-ids "[1, 4, 8]")
     circuit=("${kind[@]}" --circuit btree --components 4 --leaves.component-rank 16 --leaves.token-rank 32)
     train train_demo.yaml --out "$data/drafter" "${first[@]}" "${kind[@]}" --circuit ff --acceptance 0.5 \
@@ -126,26 +126,27 @@ backbone() {
         --learning-rate 0.001 --block-rows 8 "${with_long[@]}" --max-steps 40
 }
 
-# PTP heads: all start from one without u, which is also what they are compared with.
+# PTP heads: o-ptp and late start from one without u, c-ptp has other rows.
 independent() {
     train train_demo_ptp.yaml --out "$data/independent" "${first[@]}" --variant independent
 }
 
 ptp() { # variant, place, verifier, options
-    train train_demo_ptp.yaml --out "$data/$1" "${first[@]}" --variant "$1" --init-from "$data/independent" \
-        --max-steps 200 "${@:4}"
-    train train_demo_ptp.yaml --out "$2/$1" --verifier "$3" --variant "$1" --init-from "$data/$1" \
-        --learning-rate 0.001 --block-rows 40 "${with_long[@]}" --max-steps 120 "${@:4}"
+    variant=(--variant "$1" "${@:4}")
+    start=(--init-from "$data/independent" --max-steps 200)
+    [ "$1" = c-ptp ] && start=(--max-steps 300) variant+=(--lora-rank 4 --lora-alpha 4)
+    train train_demo_ptp.yaml --out "$data/$1" "${first[@]}" "${start[@]}" "${variant[@]}"
+    train train_demo_ptp.yaml --out "$2/$1" --verifier "$3" --init-from "$data/$1" --learning-rate 0.001 \
+        --block-rows 40 "${with_long[@]}" --max-steps 120 "${variant[@]}"
 }
 
 # Two at a time, a core each.
 export OMP_NUM_THREADS=1
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 { independent; ptp late "$out" ../target --late-width 192; ptp o-ptp "$others" "$target"; } &
-{ circuits; backbone; } &
+{ circuits; backbone; ptp c-ptp "$others" "$target"; } &
 wait -n
 wait -n
-ptp c-ptp "$others" "$target"
 
 # The wheel is smaller with weights of few significant bits.
 "$python" -m benchmarks.demo.round_heads "$others"/{ff,cp,hmm,backbone,o-ptp,c-ptp} "$out"/{btree,late}

@@ -1,12 +1,13 @@
-"""Store heads in bfloat16 with few significant bits per weight, so that they compress well in the wheel.
+"""Store heads in bfloat16 with few significant bits per weight, so that they compress well in the wheel, without plots.
 
-python -m benchmarks.demo.round_heads HEAD...     rewrites tensor files, adds a note to provenance.json
+python -m benchmarks.demo.round_heads HEAD...     rewrites tensor files and the card, adds a note to provenance.json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from vllm_mtpc.checkpoint.locate import U_EMBED_FILE
 from vllm_mtpc.files import replace_file
 
 BITS, PTP_BITS = 4, 5  # of the significand, the leading one included; PTP heads lose more tokens/step per bit
+PLOT = re.compile(r"!\[[^]]*\]\(\w+\.png\)\n\n")
 NOTE = "bfloat16, rounded to {} significant bits; the figures are of the weights before"
 
 
@@ -38,8 +40,13 @@ def round_head(folder: Path) -> None:
             metadata[ADAPTER_DIGEST] = adapter_digest({name: (folder / name).read_bytes() for name in ADAPTER_FILES})
         tensors = {name: round_weights(weight, bits) for name, weight in load_file(file).items()}
         replace_file(file, save(tensors, metadata=metadata))
+    for suffix in ("png", "svg"):
+        for file in folder.glob(f"*.{suffix}"):
+            file.unlink()
+    card = folder / "README.md"
+    replace_file(card, PLOT.sub("", card.read_text()).encode())
     file = folder / "provenance.json"
-    record = {**json.loads(file.read_text()), "stored": NOTE.format(bits)}
+    record = {**json.loads(file.read_text()), "plots": [], "stored": NOTE.format(bits)}
     replace_file(file, (json.dumps(record, indent=2) + "\n").encode())
 
 

@@ -33,7 +33,7 @@ from vllm_mtpc.eval.text import Sampling
 from vllm_mtpc.heads.head import build_head
 from vllm_mtpc.heads.ptp.student import Student
 from vllm_mtpc.heads.trunk.lora import LoraDraftLayers
-from vllm_mtpc.hf import load_target
+from vllm_mtpc.hf import bind, load_target
 
 HEAD = str(demo_heads.path("btree"))
 K, PROMPTS, TOKENS = 7, 4, 40
@@ -111,6 +111,7 @@ def test_other_drafts_are_noticed(loaded, prompts, healthy):
     """Drafts of another head, of random weights, without the head's draft layers, and fewer of them than asked for."""
     torch.manual_seed(0)
     others = [load(str(demo_heads.path("ff"))).head, build_head(loaded.config).eval().requires_grad_(False)]
+    bind(others[1], loaded.target)
     cases = [(loaded, serve(head, loaded.target, prompts, 0.0)) for head in others]
     layers, generator = LoraDraftLayers(loaded.target, 1), torch.Generator().manual_seed(0)
     for value in layers.parameters():
