@@ -125,7 +125,7 @@ def prune(teacher: PreTrainedModel, intermediate_size: int, tokens: torch.Tensor
     ``down_proj`` that remain are solved anew by least squares, from the copy's activations to the output of the
     teacher's MLP on the same input.
     """
-    model, columns = copy.deepcopy(teacher), []  # a layer's neurons times down_proj
+    model, kept_of = copy.deepcopy(teacher), []  # each MLP, the neurons that stay and their columns [I', H]
 
     def replace(mlp: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
         state, down = inputs[0].flatten(0, -2), mlp.down_proj.weight  # [N, H], [H, I]
@@ -134,14 +134,14 @@ def prune(teacher: PreTrainedModel, intermediate_size: int, tokens: torch.Tensor
         kept, wanted = neurons[:, chosen].double(), output.flatten(0, -2).double()
         damping = 1e-4 * kept.square().mean() * len(kept) * torch.eye(intermediate_size, dtype=kept.dtype)
         solved = torch.linalg.solve(kept.T @ kept + damping, kept.T @ wanted).float()  # [I', H]
-        columns.append((mlp, chosen, solved))
+        kept_of.append((mlp, chosen, solved))
         return (kept.float() @ solved).view_as(output)
 
     hooks = [layer.mlp.register_forward_hook(replace) for layer in model.model.layers]
     model(input_ids=tokens, use_cache=False)
     for hook in hooks:
         hook.remove()
-    for mlp, chosen, solved in columns:
+    for mlp, chosen, solved in kept_of:
         for linear in (mlp.gate_proj, mlp.up_proj):
             linear.weight, linear.out_features = nn.Parameter(linear.weight[chosen].clone()), intermediate_size
         mlp.down_proj.weight = nn.Parameter(solved.T.contiguous())
@@ -264,8 +264,8 @@ def train(
     generator = torch.Generator().manual_seed(SEED)
     config = config or target_config()
     if teacher:
-        chooses = corpus.crops(text.train, PRUNING_WINDOWS, recipe.short_window, generator)
-        model = prune(teacher, config.intermediate_size, chooses)
+        read = corpus.crops(text.train, PRUNING_WINDOWS, recipe.short_window, generator)
+        model = prune(teacher, config.intermediate_size, read)
     else:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     rate, sizes = recipe.learning_rate, (model.config.hidden_size, model.config.vocab_size)

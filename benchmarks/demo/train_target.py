@@ -110,12 +110,12 @@ def card(record: dict[str, Any]) -> str:
     results, data, settings = record["figures"], record["data"], record["settings"]
     bits = settings.get("significant_bits")
     significant = f", {bits} of them significant," if bits else ""
-    ahead = ""
+    ahead = origin = ""
     if count := settings.get("ahead_steps"):
         ahead = f" In the last {count} steps its states also predict 7 further tokens, by layers that are not kept."
     if teacher := settings.get("teacher"):
         size, loss = teacher["figures"]["parameters"] / 1e6, teacher["figures"]["bits_per_byte"]
-        ahead += (
+        origin = (
             f"\n- Pruned from a target of {size:.2f}M parameters and {loss:.4f} bits per byte, and taught by its\n"
             "  distributions."
         )
@@ -145,7 +145,7 @@ weights.
 - Data: {data["description"]}; {data["files"]} files, {data["bytes"]} bytes, SHA-256 `{data["sha256"]}`.{licence}
 - Training: {settings["steps"]} steps of {settings["tokens_per_step"]} bytes, of which {settings["long_steps"]}
   in the second half on windows of {settings["long_window"]}; {settings["products"]} matrix products;
-  seed {record["seed"]}; {results["minutes"]:.0f} minutes.{ahead}
+  seed {record["seed"]}; {results["minutes"]:.0f} minutes.{ahead}{origin}
 - Command: `{record["command"]}`
 """
 
