@@ -26,7 +26,6 @@ from benchmarks.paper.candidates import Written
 from benchmarks.paper.ptp_figures import pairs
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.eval.text import Sampling
-from vllm_mtpc.heads.ptp.embedding import EMBEDDINGS
 from vllm_mtpc.heads.ptp.student import Student
 from vllm_mtpc.report import write_json
 from vllm_mtpc.train.ptp.ptp_trainer import PtpTrainer
@@ -102,10 +101,6 @@ def specs() -> Iterator[tuple[Spec, int]]:
         others += [Spec(variant, {"text": "student"}), Spec(variant, {"ptp_loss": loss, "text": "student"})]
         others += [Spec(variant, {"ptp_loss": loss} | more) for more in ({}, {"text": "dataset"})]
     others += [Spec(variant, {"u_beta": b}) for b in (2.0, 0.5, 0.3) for variant in ("o-ptp", "c-ptp")]
-    others += [
-        Spec(variant, {"u_embedding": name}) for variant in ("o-ptp", "c-ptp") for name in EMBEDDINGS
-        if name != "threshold"
-    ]  # fmt: skip
     yield from ((spec, seed) for seed in SEEDS for spec in others)
 
 

@@ -101,7 +101,7 @@ class Toy(NamedTuple):
 def make(name: str, window: int, layers: int = 2, hidden: int = 64, count: int = TEXTS) -> Toy:
     """A Llama that has learnt the language, and `count` texts that it wrote, with `window` tokens after each."""
     language = LANGUAGES[name]
-    teacher = _teacher(language, name, layers, hidden)
+    teacher = make_teacher(language, name, layers, hidden)
     prompts = [torch.from_numpy(text) for text in language.write(count + language.held_out, language.prompt, 3)]
     more = {"overhang": window, "stops": set(), "batch": TEXTS}
     texts = [
@@ -122,12 +122,10 @@ def of_language(toy: Toy) -> Toy:
 def train(toy: Toy, window: int, steps: int, trainer: type[PtpTrainer] = PtpTrainer, **changes: Any) -> Student:
     """A student of the teacher, trained by the package's own trainer; `changes`: options of vllm-mtpc train."""
     values = {
-        "target": toy.name, "data": ["none"], "head": "ptp", "window": window, "u_embedding": "threshold",
+        "target": toy.name, "data": ["none"], "head": "ptp", "window": window, "u_features": 128,
         "lora_rank": 32, "lora_alpha": 32, "learning_rate": 4e-3, "gamma": 1.0, "max_steps": steps,
         "windows_per_step": 64, "seq_len": max(50, LANGUAGES[toy.name].length + 2), "block_rows": 32, "log_every": 100,
     }  # fmt: skip
-    if changes.get("u_embedding", "threshold") == "threshold":
-        values["u_features"] = 128
     with tempfile.TemporaryDirectory() as out:
         options = parse(values | changes | {"out": Path(out)})
         run = trainer(options, toy.teacher, Accelerator(cpu=True))
@@ -170,7 +168,7 @@ def perplexity(toy: Toy, student: Student | None, window: int) -> float:
     return math.exp(total / (window - 1))
 
 
-def _teacher(language: Language, name: str, layers: int, hidden: int) -> Target:
+def make_teacher(language: Language, name: str, layers: int, hidden: int) -> Target:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=language.symbols, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,

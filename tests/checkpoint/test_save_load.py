@@ -19,7 +19,6 @@ from vllm_mtpc.circuits import CIRCUITS
 from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.errors import CheckpointError, MtpcError
 from vllm_mtpc.heads.adapters import MODULES
-from vllm_mtpc.heads.ptp.embedding import EMBEDDINGS
 from vllm_mtpc.heads.ptp.layers import PtpHead, PtpLayers
 from vllm_mtpc.heads.trunk.lora import LoraDraftLayers
 from vllm_mtpc.hf import Target
@@ -136,8 +135,7 @@ def test_draft_layers_must_be_those_of_the_config_to_be_saved(tmp_path, has_laye
     assert not (tmp_path / "head").exists()
 
 
-PTP_SETTINGS = [{"variant": "c-ptp", "u_embedding": name} for name in EMBEDDINGS]
-PTP_SETTINGS.append({"variant": "late", "late_width": 3, "distribution_trust": 0.8})
+PTP_SETTINGS = [{"variant": "c-ptp"}, {"variant": "late", "late_width": 3, "distribution_trust": 0.8}]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -13,12 +13,11 @@ from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads.leaves import LEAVES
-from vllm_mtpc.heads.ptp.embedding import EMBEDDINGS
 from vllm_mtpc.heads.trunk import TRUNKS
 
 TARGET: dict[str, Any] = {"model_type": "llama", "hidden_size": 8, "vocab_size": 5, "num_hidden_layers": 2}
 TARGET |= {"architectures": ["LlamaForCausalLM"], "num_attention_heads": [2, 4]}
-PTP_OPTIONS = {"u_features", "u_hidden", "late_width", "distribution_trust", "accepted"}
+PTP_OPTIONS = {"late_width", "distribution_trust", "accepted"}
 KINDS = ("mtpc", "ptp")
 
 
@@ -31,8 +30,7 @@ def create(kind: str = "mtpc", **changes: Any) -> AnyHeadConfig:
 
 
 PTP_CONFIGS = [
-    ("ptp", {"variant": variant, "u_embedding": name, "lora_rank": 3, "lora_alpha": 6, "accepted": (0.5, 0.5, 0, 0, 0)})
-    for name in EMBEDDINGS
+    ("ptp", {"variant": variant, "u_features": 3, "lora_rank": 3, "lora_alpha": 6, "accepted": (0.5, 0.5, 0, 0, 0)})
     for variant in ("o-ptp", "c-ptp", "late", "independent")
 ]
 
@@ -85,7 +83,7 @@ def test_default_parts_fit_the_vocabulary(vocab_size, trunk, leaves, rank):
 
 def test_defaults_depend_on_the_target_and_the_variant():
     assert not PTP_OPTIONS & json.loads(create("ptp").to_json()).keys()
-    late = create("ptp", variant="late", u_embedding="arithmetic-mlp", accepted=[1, 0, 0, 0, 0])
+    late = create("ptp", variant="late", accepted=[1, 0, 0, 0, 0])
     assert (late.late_width, late.distribution_trust) == (8, 0.85)
     assert PTP_OPTIONS & json.loads(late.to_json()).keys() == PTP_OPTIONS
 

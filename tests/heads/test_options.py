@@ -14,7 +14,6 @@ from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.config.ptp_config import PtpConfig
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads.init import init_from_head
-from vllm_mtpc.heads.ptp.embedding import check_embedding
 from vllm_mtpc.heads.ptp.student import Student
 from vllm_mtpc.heads.trunk.lora import LoraDraftLayers
 from vllm_mtpc.hf import Target, load_target
@@ -37,15 +36,6 @@ CONFIGS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [  # trunk, le
     ({**BACKBONE, "aux_hidden_state_layer_ids": [9]}, LM_HEAD, ["[9]", "numbers from 0 to 8"]),
     ({**BACKBONE, "aux_hidden_state_layer_ids": []}, LM_HEAD, ["aux_hidden_state_layer_ids", "1 item"]),
     ({"kind": "drafter", "method": "medusa"}, LM_HEAD, ["medusa", "'mtp', 'eagle3', 'dflash' or 'dspark'"]),
-]
-EMBEDDINGS: list[tuple[str, int | None, int | None, list[str]]] = [
-    ("sawtooth", 32, None, ["'sawtooth'", "ieee, scalar"]),
-    ("ieee", 32, None, ["u_features=32", "'ieee'", "remove u_features"]),
-    ("scalar", None, 4, ["u_hidden=4", "remove u_hidden"]),
-    ("threshold", None, None, ["'threshold'", "needs u_features", "u_features=32"]),
-    ("threshold-mlp", 32, None, ["needs u_hidden"]),
-    ("arithmetic", 0, None, ["u_features=0", "1 to 4096"]),
-    ("arithmetic", 10**9, None, ["u_features=1000000000", "4096"]),
 ]
 SOURCES: list[tuple[tuple[Any, ...], tuple[Any, ...], list[str]]] = [  # circuit, r, head, n, V of a head and its source
     (("cp", 2, "linear"), ("cp", 2, "shared"), ["leaves=own", "leaves=lm_head"]),
@@ -82,7 +72,6 @@ def start(rank: str, name: str, size: int) -> None:
 REFUSED = [
     *((lambda t=t, o=o: HeadConfig.create(**SIZES, target=TARGET, trunk=t, leaves=o), w) for t, o, w in CONFIGS),
     (lambda: HeadConfig.create(**SIZES, target=TARGET, draft_vocab_size=9), ["draft_vocab_size=9 with vocab_size=9"]),
-    *((lambda given=given: check_embedding(*given), words) for *given, words in EMBEDDINGS),
     *((lambda a=a, b=b: init_from_head(sized(*a), sized(*b)), words) for a, b, words in SOURCES),
     *((lambda o=o, n=n, k=k: start(o, n, k), [f"{o}=1", f"{o}={k}"]) for n, o, k in RANKS),
     *((lambda n=n, s=s: build(n, bind=False)(torch.zeros(s), ONE), words) for n, s, words in UNBOUND),

@@ -113,7 +113,7 @@ def test_uninformed_student_ignores_u(target: Target) -> None:
 
 
 def test_loaded_student_equals_the_saved_one(target: Target, folder: Path, tmp_path: Path, make_target) -> None:
-    student = student_of(target, u_embedding="arithmetic-mlp")
+    student = student_of(target)
     head = PtpHead(student.config, student.lora(), student.layers)
     save_ptp(tmp_path, head, {}, "card", torch.float32)
     loaded = load_student(tmp_path, target)

@@ -362,7 +362,7 @@ PTP = [
     (edit(ADAPTER, {"lora_alpha": 16}), ["lora_alpha = 16", "lora_alpha=6"]),
     config("lora_rank", 3, "r = 2", "lora_rank=3"),
     config("variant", "c-ptp", "variant 'o-ptp'", "'c-ptp'"),
-    (edit(CONFIG, {"u_embedding": "threshold", "u_features": 32}), ["u_embedding 'ieee'", "'threshold'"]),
+    config("u_embedding", "ieee", "'u_embedding' = 'ieee'", "train the head again"),
     config("hidden_size", 9, "(9", "hidden_size"),
     config(f"{LAYER}.num_hidden_layers", 4, "layers.3."),
     config("variant", "mtp", "variant", "'mtp'", "'o-ptp', 'c-ptp', 'late' or 'independent'"),

@@ -25,20 +25,19 @@ BACKBONE = {
     "beta": 1.0, "acceptance": 0.9, "train_first": False,
 }  # fmt: skip
 PTP = {"head": "ptp", "lora_rank": 4, "windows_per_step": 32}
-# "ieee" reads the low bits of u, which are rounding noise where a forward pass of another batch size decides u.
-LATE = {"variant": "late", "late_width": 6, "u_embedding": "threshold"}
+LATE = {"variant": "late", "late_width": 6}
 PTP_CASES = {
     name: PTP | own
     for name, own in {
         "ce": {},
-        "bce": {"ptp_loss": "bce", "u_embedding": "arithmetic"},
-        "kl": {"variant": "c-ptp", "u_embedding": "threshold-mlp"},
+        "bce": {"ptp_loss": "bce"},
+        "kl": {"variant": "c-ptp"},
         "reverse-kl": {"variant": "c-ptp", "ptp_loss": "reverse-kl", "top_k": 6},
-        "inverse": {"variant": "c-ptp", "ptp_loss": "inverse", "u_embedding": "threshold"},
+        "inverse": {"variant": "c-ptp", "ptp_loss": "inverse"},
         "baseline": {"variant": "independent"},
         "late": LATE,
         "trust": LATE | {"distribution_trust": 0.8, "ptp_loss": "ce"},
-        "own": {"proposals": "student", "temperature": 0.8, "u_embedding": "threshold"},
+        "own": {"proposals": "student", "temperature": 0.8},
         "own c-ptp": {"proposals": "student", "variant": "c-ptp"},
         "bf16": {"precision": "bf16"},
     }.items()

@@ -107,7 +107,6 @@ BACKBONE = {"trunk": "backbone", "leaves": {"kind": "lm_head", "component_rank":
         ({"init_from": "nowhere"}, "no head at nowhere"),
         ({**BACKBONE, "init_from": "{place}/small"}, "window=4 cannot start from a head of window=3"),
         ({"head": "ptp", "init_from": "{place}/small"}, "a head of method mtpc; a PTP head starts from a PTP head"),
-        ({"head": "ptp", "u_embedding": "bits"}, "unknown u_embedding 'bits'"),
         ({"evaluation_tokens": 5000}, "lower --evaluation-tokens"),
         ({"device": "tpu"}, "allowed are auto, cpu, cuda and cuda:N"),
         ({"seq_len": 1024}, "reads at most 512 tokens; set seq_len to that or less, or leave it out"),

@@ -23,7 +23,7 @@ from vllm_mtpc.heads.adapters import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, 
 from vllm_mtpc.heads.ptp.layers import PtpHead, PtpLayers
 from vllm_mtpc.heads.ptp.student import Student
 
-IDENTITY = {"variant", "u_embedding"}  # settings by which heads of the same shapes differ
+IDENTITY = {"variant", "u_embedding"}  # settings that no shape shows
 
 
 def save_ptp(
@@ -96,5 +96,5 @@ def _read(folder: Path, config: PtpConfig) -> tuple[Adapters, dict[str, Tensor]]
 def _check_layers(file: Path, shapes: load.Shapes, config: PtpConfig) -> None:
     with torch.device("meta"):
         expected = shapes_of(PtpLayers(config).state_dict())
-    source = "u_embedding, u_features, u_hidden, late_width, hidden_size"
+    source = "u_features, late_width, hidden_size"
     load.check_shapes(file, shapes, expected, source)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from vllm_mtpc.config.base import AnyHeadConfig
 from vllm_mtpc.heads.sections import MAX_WIDTH
@@ -31,11 +31,8 @@ class PtpConfig(AnyHeadConfig):
         "of rows that carry 0.5."
     )
     window: int = Field(ge=2, le=MAX_WINDOW, description="n, auxiliary rows; at most n - 1 drafts.")
-    u_embedding: str = Field(description="Name of the embedding of u (vllm_mtpc.heads.ptp.embedding).")
-    u_features: int | None = Field(None, description="Number of features or rows of the embedding.")
-    u_hidden: int | None = Field(
-        None, ge=1, le=MAX_WIDTH, description="Embeddings with -mlp: width of the hidden layer."
-    )
+    u_embedding: str = Field(description="The embedding of u (vllm_mtpc.heads.ptp.embedding).")
+    u_features: int = Field(ge=1, le=4096, description="n, features of the embedding.")
     late_width: int | None = Field(
         None, ge=1, le=MAX_WIDTH, description="Variant late: width of its network, after the final norm."
     )
@@ -54,11 +51,15 @@ class PtpConfig(AnyHeadConfig):
         description="P(exactly g of the n - 1 drafts are accepted), g = 0 to n - 1, measured; absent: not measured.",
     )
 
-    def rows(self) -> Iterator[tuple[object, str]]:
-        from vllm_mtpc.heads.ptp.embedding import check_embedding
+    @field_validator("u_embedding")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        if name != "threshold":
+            raise ValueError("since 0.4 'threshold' is the only one; train the head again")
+        return name
 
+    def rows(self) -> Iterator[tuple[object, str]]:
         yield from super().rows()
-        check_embedding(self.u_embedding, self.u_features, self.u_hidden)
         remedy = "set it" if self.variant == "late" else "remove it"
         for key in LATE_OPTIONS:
             wrong = f"{key}={getattr(self, key)} with variant {self.variant!r}: variant late has it and no other"
@@ -97,10 +98,7 @@ class PtpConfig(AnyHeadConfig):
 
     @classmethod
     def complete(cls, target: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-        from vllm_mtpc.heads.ptp.embedding import default_options
-
-        name = given.get("u_embedding", "ieee")
-        own = {"u_embedding": name, "lora_rank": 16, "lora_alpha": 16.0}
+        own = {"u_embedding": "threshold", "u_features": 64, "lora_rank": 16, "lora_alpha": 16.0}
         if given.get("variant") == "late":
             own |= {"late_width": target["hidden_size"], "distribution_trust": TRUST}
-        return own | default_options(name, target["hidden_size"]) | given
+        return own | given

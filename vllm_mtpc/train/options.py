@@ -76,8 +76,7 @@ class TrainOptions(BaseModel):
     )
     lora_rank: int = Field(16, ge=1, description="rank of the adapters of every layer")
     lora_alpha: int = Field(16, ge=1, description="scale of the adapters, by their rank")
-    u_embedding: str = Field("ieee", description="embedding of u: ieee, scalar, threshold, arithmetic, ...")
-    u_features: int | None = Field(None, ge=1, description="features of u, for embeddings with a free number")
+    u_features: int = Field(64, ge=1, le=4096, description="thresholds of the embedding of u")
     late_width: int | None = Field(None, ge=1, description="variant late: width of its network (default: D)")
     distribution_trust: float | None = Field(
         None, gt=0, lt=1, description="variant late: trust in its network (default: 0.85)"

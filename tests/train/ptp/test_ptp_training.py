@@ -186,7 +186,7 @@ FILES = {"head": "ptp", "lora_rank": 3}
 
 
 def test_ptp_run_writes_head_with_results(place: Path, capsys: pytest.CaptureFixture) -> None:
-    out = train(place, "ptp", draws=True, **FILES, u_embedding="arithmetic", temperature=0.9, top_k=40)
+    out = train(place, "ptp", draws=True, **FILES, temperature=0.9, top_k=40)
     config, record, printed = load_ptp(out).config, record_of(out), capsys.readouterr().out
     assert (config.variant, config.window, config.lora_rank) == ("o-ptp", 4, 3)
     assert (config.trained_temperature, config.trained_top_k, config.trained_top_p) == (0.9, 40, 1.0)

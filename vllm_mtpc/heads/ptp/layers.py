@@ -18,7 +18,7 @@ class PtpLayers(AuxEmbedding):
     """
 
     def __init__(self, config: Any) -> None:
-        super().__init__(config.u_embedding, config.hidden_size, config.u_features, config.u_hidden)
+        super().__init__(config.hidden_size, config.u_features)
         self.late = LateNetwork(config.hidden_size, config.late_width) if config.late_width else None
 
 

@@ -25,7 +25,7 @@ from vllm_mtpc.train.ptp.ptp_module import PrefixSource, PtpModule, draw_numbers
 from vllm_mtpc.train.trainer import Trainer
 
 SAMPLING = ("temperature", "top_k", "top_p")  # of the distribution that u selects from
-OF_HEAD = ("variant", "u_embedding", "u_features", "late_width", "distribution_trust")
+OF_HEAD = ("variant", "u_features", "late_width", "distribution_trust")
 
 
 class PtpTrainer(Trainer):
@@ -75,7 +75,7 @@ class PtpTrainer(Trainer):
             )
         # another variant with the same rows may start from them; a late network starts with no effect
         may_become = config.first_row == source.first_row and source.variant != "late"
-        for key in ("variant", "u_embedding", "u_features", "u_hidden", "lora_rank", "lora_alpha", "late_width"):
+        for key in ("variant", "u_features", "lora_rank", "lora_alpha", "late_width"):
             ours, theirs = getattr(config, key), getattr(source, key)
             if ours != theirs and not (may_become and key in ("variant", "late_width")):
                 raise UsageError(f"init_from={name} has {key}={theirs}, this run {ours}; set {key} to {theirs}")
@@ -89,7 +89,7 @@ class PtpTrainer(Trainer):
         return sum(part[0, ..., :1, :].numel() for part in (row.hidden, *chain.from_iterable(row.layers)))
 
     def save(self, results: Mapping[str, Any], run: Mapping[str, Any]) -> None:
-        names = ("variant", "window", "u_embedding", "late_width", "distribution_trust", "lora_rank")
+        names = ("variant", "window", "u_features", "late_width", "distribution_trust", "lora_rank")
         facts = {name: getattr(self.config, name) for name in names} | {"drafts": self.config.num_speculative_tokens}
         facts |= {name: getattr(self.config, f"trained_{name}") for name in SAMPLING}
         record = provenance(self.options, facts, self.verifier, results, run)
