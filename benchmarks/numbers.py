@@ -88,6 +88,33 @@ def passes() -> str:
     return table("", lines, [names.get(name, name) for name in rows])
 
 
+def pass_costs() -> str:
+    """Return the speed of both passes by arithmetic, next to plain decoding."""
+    lines = []
+    for row in content("ptp-pass-costs")["rows"]:
+        tokens = [f"{row[key]:.2f}" for key in ("two_pass_tokens", "merged_tokens")]
+        speeds = [f"{row[key]:.2f}x" for key in ("two_pass", "merged", "captured")]
+        lines.append([f"{row['target']}, {row['batch']}", row["accepted"], *tokens, *speeds])
+    columns = [
+        "drafts right",
+        "tokens/step, two passes",
+        "merged",
+        "speed, two passes",
+        "merged",
+        "merged, if captured",
+    ]
+    return table("target, requests", lines, columns)
+
+
+def overfit() -> str:
+    """Return the students of texts after one prompt."""
+    lines = [
+        [row["what"], f"{row['steps']:,}", f"{row['right']:.1%}", f"{row['first']:.1%}", f"{row['in_a_row']:.2f}"]
+        for row in content("ptp-overfit")["rows"]
+    ]
+    return table("what is changed", lines, ["steps", "right drafts", "first draft", "right in a row"])
+
+
 def identical(name: str) -> str:
     """Return how many greedy outputs of a file equal plain vLLM's; each cell has its own check."""
     checks = [row["identical"] for row in content(name)["rows"] if row["identical"]]
@@ -168,6 +195,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "expected": expected,
     "ptp": ptp,
     "passes": passes,
+    "pass costs": pass_costs,
+    "overfit": overfit,
     "identical passes": partial(identical, "ptp-passes"),
     **{f"identical {name}": partial(identical, f"identity-{name}") for name in ("v1", "ptp", "v2")},
     "components": partial(sweep, "components-cpu", COMPONENTS),

@@ -92,6 +92,11 @@ def plan_groups(head: Any, drafts_by_batch: Sequence[int], two_pass: bool, max_a
     return RowGroups(tuple(by_batch), leading)
 
 
+def expected_tokens(head: Any, sizes: Sequence[int]) -> float:
+    """Return the tokens per step of the merged pass with groups of `sizes` rows, by measured acceptance."""
+    return _Chain(head.accepted, len(sizes) - 1, sum(sizes), head.first_row).tokens_per_step(np.array(sizes))
+
+
 class _Chain:
     """The steps of one request, and the search for a table of sizes [K + 1] of at most `budget` rows.
 
