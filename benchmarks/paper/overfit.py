@@ -56,21 +56,21 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def texts_of(count: int, layers: int = 2) -> toy.Toy:
+def texts_of(count: int, layers: int = 2, window: int = WINDOW) -> toy.Toy:
     """`count` texts of a target after one prompt, to train on and to measure."""
     language = toy.LANGUAGES["taxi"]
     target = toy.make_teacher(language, "taxi", layers, 64)
     prompt = torch.from_numpy(language.write(1, language.prompt, 3)[0])
-    more = {"overhang": WINDOW, "stops": set(), "batch": count}
-    made = generate(target, [prompt] * count, WINDOW, Sampling(), torch.Generator().manual_seed(0), **more)
-    texts = made.tokens[:, : language.prompt + WINDOW].numpy()
+    more = {"overhang": window, "stops": set(), "batch": count}
+    made = generate(target, [prompt] * count, window, Sampling(), torch.Generator().manual_seed(0), **more)
+    texts = made.tokens[:, : language.prompt + window].numpy()
     return toy.Toy("taxi", target, [(text, np.ones(len(text), bool)) for text in texts], made)
 
 
-def train(texts: toy.Toy, steps: int, **changes: Any) -> Student:
+def train(texts: toy.Toy, steps: int, window: int = WINDOW, **changes: Any) -> Student:
     """A student of these texts."""
     sizes = {"seq_len": len(texts.documents[0][0]), "block_rows": min(256, len(texts.documents)), "lora_rank": RANK}
-    return toy.train(texts, WINDOW, steps, **({"variant": "o-ptp"} | sizes | changes))
+    return toy.train(texts, window, steps, **({"variant": "o-ptp"} | sizes | changes))
 
 
 def right_drafts(texts: toy.Toy, student: Student) -> Tensor:

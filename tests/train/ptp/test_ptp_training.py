@@ -9,9 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.paper import toy
+from benchmarks.paper import overfit, toy
 from tests.support.training import PTP, PTP_CASES, make_trainer, options_for, record_of, refused, train
 from vllm_mtpc.checkpoint.ptp_head import load_ptp
+from vllm_mtpc.eval.ptp_evaluator import collect
+from vllm_mtpc.eval.text import Sampling
 from vllm_mtpc.heads.ptp.distribution import conditional, edges
 from vllm_mtpc.hf import Target
 from vllm_mtpc.kernels.pick import pick
@@ -160,7 +162,7 @@ def coin() -> toy.Toy:
     return toy.make("coin", WINDOW)
 
 
-@pytest.mark.parametrize("variant", ["o-ptp", "independent"])
+@pytest.mark.parametrize("variant", ["o-ptp", pytest.param("independent", marks=pytest.mark.slow)])
 def test_rows_with_u_alone_draft_what_a_coin_decides(coin: toy.Toy, variant: str) -> None:
     """With u the ceiling is the window: the student picks as the teacher does. Without u it is UNAWARE."""
     found = toy.measure(coin, toy.train(coin, WINDOW, 450, variant=variant))
@@ -171,6 +173,21 @@ def test_rows_with_u_alone_draft_what_a_coin_decides(coin: toy.Toy, variant: str
     else:  # 160 texts hold about 20 lucky coins; four standard deviations of them are 0.5 tokens/step
         assert found.tokens_per_step < toy.UNAWARE + 0.5 < 0.6 * WINDOW
         assert found.shuffled_tokens_per_step == found.tokens_per_step
+
+
+def test_rows_that_read_u_overfit_texts_that_u_alone_tells_apart() -> None:
+    """Gate of the method: 64 texts after one prompt are drafted right, with u in the middle of their intervals.
+
+    With the u of other texts, the injected fault, they are not.
+    """
+    texts = overfit.texts_of(64, window=4)
+    student = overfit.train(texts, 600, 4, variant="o-ptp", lora_rank=64, lora_alpha=64, u_beta=8.0)
+    samples, u = texts.held_out, torch.full(texts.held_out.tokens.shape, 0.5)
+    logits, following = student.logits(samples.hidden), samples.tokens[:, 1:].clamp(min=0)
+    u[:, 1:] = torch.stack(edges(logits[:, : following.shape[1]].log_softmax(-1), following)).mean(0)
+    found = collect(student, samples, Sampling(), u=u)
+    assert found.right[:, 0].double().mean() >= 0.99
+    assert found.shuffled[:, 0].double().mean() < 0.5
 
 
 @pytest.mark.slow
