@@ -212,11 +212,12 @@ class Gpu(TorchDispatchMode):
     Attributes:
         python_ops: vLLM's own operations by name; they run as Python.
         operations: number of operations and launches.
+        float64_bytes: of the largest tensor of float64.
     """
 
     def __init__(self, python_ops: dict[str, Callable[..., Any]]) -> None:
         super().__init__()
-        self.python_ops, self.operations = python_ops, 0
+        self.python_ops, self.operations, self.float64_bytes = python_ops, 0, 0
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -293,11 +294,14 @@ class Gpu(TorchDispatchMode):
             self.operations += 1
         try:
             with FAKE:
-                return func(*args, **kwargs)
+                made = func(*args, **kwargs)
         except Exception as error:
             if "device" in str(error).lower():
                 NOTES.add("device", f"{func.name()}: {str(error).splitlines()[0][:200]}")
             raise
+        sizes = [one.nbytes for one in tree_leaves(made) if isinstance(one, Tensor) and one.dtype == torch.float64]
+        self.float64_bytes = max([self.float64_bytes, *sizes])
+        return made
 
 
 def _pinned(tensor: Tensor) -> Tensor:

@@ -46,12 +46,14 @@ class Report:
         findings: as `Finding`, with `matters` and `count`.
         drafts: of each call of `propose` outside of CUDA graphs `num_reqs`, `has_prompt` (more rows than verification
             of K drafts has) and `operations` on the GPU.
+        float64_bytes: of the largest tensor of float64 of graphs and steps.
         error: None, or why it ended early.
     """
 
     head: str
     findings: list[dict[str, Any]] = field(default_factory=list)
     drafts: list[dict[str, Any]] = field(default_factory=list)
+    float64_bytes: int = 0
     error: str | None = None
 
     @property
@@ -203,6 +205,7 @@ class Rehearsal:
         run_mixed_prefill_decode_warmup(*step, 16)
         warmup_kernels(*step)
         self._phase("capture")
+        self.gpu.float64_bytes = 0
         runner.capture_model()
 
     def _decode(self, runner: Any, config: Any) -> None:
@@ -221,6 +224,7 @@ class Rehearsal:
         for num_drafts, at_once in getattr(runner.speculator, "rows_at_once", {}).items():
             for count in {1, 2, 16, 17} & {*range(min(most, at_once) + 1)}:
                 self._draft(runner.speculator, count, num_drafts)
+        self.report.float64_bytes = self.gpu.float64_bytes
         self._phase("done")
 
     def _draft(self, made: Any, count: int, num_drafts: int) -> None:

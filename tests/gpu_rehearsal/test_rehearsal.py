@@ -90,6 +90,18 @@ def test_other_engines_start_and_draft(case: str, tmp_path: Path) -> None:
         check(report, drafts=head != "plain")
 
 
+@pytest.mark.slow
+def test_late_drafts_need_no_float64_numbers_of_a_vocabulary(tmp_path: Path) -> None:
+    """Of 151,936 ids only the sums of blocks are float64; numbers of each id and row would be 100 MB."""
+    most, window, size = 17, 5, 151_936
+    make_ptp_head(tmp_path / "late", make_target(tmp_path / "target", size, seed=0), "late", window, late_width=12)
+    (tmp_path / "reports").mkdir()
+    engine = json.dumps({"model": str(tmp_path / "target"), "max_num_seqs": most})
+    (report,) = rehearse(tmp_path / "reports", str(tmp_path / "late"), "--engine", engine).values()
+    check(report)
+    assert 0 < report.float64_bytes <= 8 * most * window * -(-size // 1024)
+
+
 def make_folder(place: Path, name: str) -> Path:
     """A tiny target in `target`, and the head of a case."""
     if name in ("mimo", "eagle3", "speculators dflash", "speculators dspark"):
