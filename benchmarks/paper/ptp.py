@@ -13,7 +13,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from benchmarks import registry
-from benchmarks.paper import spec_bench, students
+from benchmarks.paper import ptp_bytes, spec_bench, students
 from benchmarks.paper.frame import Row, Table
 from benchmarks.paper.ptp_figures import draw_pairs
 from benchmarks.paper.students import COIN, FROM_DATA, LONG
@@ -268,7 +268,7 @@ TABLES = {
     "ptp-ingredients-bytes": Table(
         "the recipe on the demo target",
         {"what": "", "variant": "variant", **CELL, **WITH_SHUFFLED},
-        None,
+        ptp_bytes.measure,
         "The demo target of 0.2 (3.7M parameters, bytes), rank 32, windows of 8, 300 steps of 64 "
         "windows of its own text, u by thresholds of 64. The last three rows are of the heads packaged with 0.2.",
         "[PTP](../docs/ptp.md#measured) has the reason why u brings less here than on toy languages.",
