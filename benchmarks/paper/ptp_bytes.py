@@ -37,8 +37,6 @@ CASES: dict[str, tuple[dict[str, Any], str, str | None]] = {
     "independent": (INDEPENDENT, "independent", None),
     "o-ptp": ({}, "independent", None),
     "o-ptp, the likeliest token's interval first": ({}, "independent", "likeliest first"),
-    "independent, rank 64": (INDEPENDENT | LARGE, "independent, rank 64", None),
-    "o-ptp, rank 64": (LARGE, "independent, rank 64", None),
     "independent, rank 64, x 3": (INDEPENDENT | LARGE | LONG, "independent, rank 64, x 3", None),
     "o-ptp, rank 64, x 3": (LARGE | LONG, "independent, rank 64, x 3", None),
 }
