@@ -98,10 +98,10 @@ def pass_costs() -> str:
     columns = [
         "drafts right",
         "tokens/step, two passes",
-        "merged",
+        "tokens/step, merged",
         "speed, two passes",
-        "merged",
-        "merged, if captured",
+        "speed, merged",
+        "speed, merged if captured",
     ]
     return table("target, requests", lines, columns)
 

@@ -16,15 +16,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint import read_config
 from vllm_mtpc.engine import provenance
-from vllm_mtpc.heads.ptp.row_groups import expected_tokens, plan_groups
+from vllm_mtpc.heads.ptp.row_groups import Chain, plan_groups
 from vllm_mtpc.report import write_json
 
 BANDWIDTH, FLOPS, CAPTURED_S, EAGER_S = 3.35e12, 8e14, 2.5e-6, 8e-6
 CONTEXT, DRAFTS, AUX_ROWS = 1000, 7, 256
-PLAIN_LAUNCHES, STUDENT_LAUNCHES = 10, 33  # of a layer, alone and with adapters and groups
+PLAIN_LAUNCHES, STUDENT_LAUNCHES = 10, 33  # of a layer: assumed, and counted with adapters and groups
 
 
 class Target(NamedTuple):
@@ -55,9 +57,9 @@ def row_of(name: str, target: Target, batch: int, chances: str, accepted: list[f
     two = verify + seconds(target, batch, batch * DRAFTS, STUDENT_LAUNCHES)
     right = [sum(accepted[g:]) for g in range(len(accepted))]  # P(at least g)
     sizes = plan_groups(head, drafts, two_pass=False, max_aux_rows=AUX_ROWS).sizes[batch - 1]
-    rows = batch * (1 + DRAFTS + sum(sizes))
+    chain, rows = Chain(accepted, DRAFTS, sum(sizes), head.first_row), batch * (1 + DRAFTS + sum(sizes))
     merged = [seconds(target, batch, rows, STUDENT_LAUNCHES, captured) for captured in (False, True)]
-    tokens = {"two_pass": 2 + sum(right[1:DRAFTS]), "merged": expected_tokens(head, sizes) if any(sizes) else 1.0}
+    tokens = {"two_pass": 2 + sum(right[1:DRAFTS]), "merged": chain.tokens_per_step(np.array(sizes))}
     speeds = (tokens["two_pass"] / two, *(tokens["merged"] / one for one in merged))
     return {
         "target": name, "batch": batch, "accepted": chances, "rows": rows, "plain_ms": 1e3 * plain,

@@ -80,7 +80,7 @@ def plan_groups(head: Any, drafts_by_batch: Sequence[int], two_pass: bool, max_a
     def sizes_of(num_drafts: int, budget: int) -> tuple[int, ...]:
         if two_pass:  # the leading row gives a draft, too
             return (min(max(1, num_drafts - 1 + first_row), max(0, budget)),)
-        sizes, tokens_per_step = _Chain(accepted, num_drafts, budget, first_row).best()
+        sizes, tokens_per_step = Chain(accepted, num_drafts, budget, first_row).best()
         return sizes if tokens_per_step > 1 else ()
 
     by_batch, width = [], 1 + max(drafts_by_batch)
@@ -92,12 +92,7 @@ def plan_groups(head: Any, drafts_by_batch: Sequence[int], two_pass: bool, max_a
     return RowGroups(tuple(by_batch), leading)
 
 
-def expected_tokens(head: Any, sizes: Sequence[int]) -> float:
-    """Return the tokens per step of the merged pass with groups of `sizes` rows, by measured acceptance."""
-    return _Chain(head.accepted, len(sizes) - 1, sum(sizes), head.first_row).tokens_per_step(np.array(sizes))
-
-
-class _Chain:
+class Chain:
     """The steps of one request, and the search for a table of sizes [K + 1] of at most `budget` rows.
 
     Args:
@@ -134,6 +129,7 @@ class _Chain:
         return (visits * self.tokens[drafts]).sum(-1), visits
 
     def tokens_per_step(self, sizes: np.ndarray) -> float:
+        """Return the tokens per step of a table sizes [K + 1]."""
         return float(self.stationary(sizes)[0])
 
     def best(self) -> tuple[tuple[int, ...], float]:
@@ -160,6 +156,7 @@ class _Chain:
             yield np.minimum(random.multinomial(self.budget, shares), self.most)
 
     def improved(self, sizes: np.ndarray) -> np.ndarray:
+        """Return a table [K + 1] that no exchange improves, from sizes [K + 1]."""
         for _ in range(MAX_ROUNDS):
             better = self.exchanged(sizes)
             if self.tokens_per_step(better) <= self.tokens_per_step(sizes) + 1e-12:
