@@ -26,7 +26,7 @@ from vllm_mtpc.engine import provenance
 from vllm_mtpc.eval import ptp_evaluator
 from vllm_mtpc.eval.text import Sampling, generate
 from vllm_mtpc.heads.ptp.distribution import edges
-from vllm_mtpc.heads.ptp.embedding import AuxEmbedding
+from vllm_mtpc.heads.ptp.layers import PtpLayers
 from vllm_mtpc.heads.ptp.student import Student
 from vllm_mtpc.progress import Bar
 from vllm_mtpc.report import write_json
@@ -85,7 +85,7 @@ def _likeliest_first(log_probs: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
     return edges(moved, torch.where(token == top[..., 0], 0, token + 1))
 
 
-def _bits(self: AuxEmbedding, u: Tensor) -> Tensor:
+def _bits(self: PtpLayers, u: Tensor) -> Tensor:
     """The embedding of the bits of u as a float32, which the paper's large models have."""
     shifts = torch.arange(31, -1, -1, dtype=torch.int32)
     features = (u.float()[..., None].view(torch.int32) >> shifts & 1).float()
@@ -93,7 +93,7 @@ def _bits(self: AuxEmbedding, u: Tensor) -> Tensor:
 
 
 PATCHES: dict[str, Callable[[], list[Any]]] = {
-    "bits": lambda: [mock.patch.object(AuxEmbedding, "forward", _bits)],
+    "bits": lambda: [mock.patch.object(PtpLayers, "forward", _bits)],
     "likeliest first": lambda: [
         mock.patch.object(module, "edges", _likeliest_first) for module in (ptp_module, ptp_evaluator)
     ],

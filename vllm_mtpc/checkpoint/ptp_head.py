@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from vllm_mtpc.checkpoint import load
-from vllm_mtpc.checkpoint.load import shapes_of
 from vllm_mtpc.checkpoint.locate import U_EMBED_FILE, require_weights
 from vllm_mtpc.checkpoint.save import to_save, write_folder
 from vllm_mtpc.config.ptp_config import PtpConfig
@@ -43,9 +42,9 @@ def save_ptp(
     """
     folder, config = Path(folder), head.config
     lora, layers = (to_save(folder, tensors, dtype) for tensors in (head.lora, head.layers.state_dict()))
-    file, shapes = folder / ADAPTER_WEIGHTS_FILE, shapes_of(lora)
+    file, shapes = folder / ADAPTER_WEIGHTS_FILE, load.shapes_of(lora)
     load.check_adapter_shapes(file, shapes, range(config.num_layers), config.lora_rank, config.hidden_size)
-    _check_layers(folder / U_EMBED_FILE, shapes_of(layers), config)
+    _check_layers(folder / U_EMBED_FILE, load.shapes_of(layers), config)
     adapters = Adapters(None, config.lora_rank, config.lora_alpha, load.module_names(lora), lora)
     identity = config.model_dump(include=IDENTITY)
     write_folder(folder, U_EMBED_FILE, layers, adapters, config, provenance, card, **identity)
@@ -95,6 +94,5 @@ def _read(folder: Path, config: PtpConfig) -> tuple[Adapters, dict[str, Tensor]]
 
 def _check_layers(file: Path, shapes: load.Shapes, config: PtpConfig) -> None:
     with torch.device("meta"):
-        expected = shapes_of(PtpLayers(config).state_dict())
-    source = "u_features, late_width, hidden_size"
-    load.check_shapes(file, shapes, expected, source)
+        expected = load.shapes_of(PtpLayers(config).state_dict())
+    load.check_shapes(file, shapes, expected, "u_features, late_width, hidden_size")

@@ -31,7 +31,7 @@ class PtpConfig(AnyHeadConfig):
         "of rows that carry 0.5."
     )
     window: int = Field(ge=2, le=MAX_WINDOW, description="n, auxiliary rows; at most n - 1 drafts.")
-    u_embedding: str = Field(description="The embedding of u (vllm_mtpc.heads.ptp.embedding).")
+    u_embedding: str = Field(description="The embedding of u (vllm_mtpc.heads.ptp.layers).")
     u_features: int = Field(ge=1, le=4096, description="n, features of the embedding.")
     late_width: int | None = Field(
         None, ge=1, le=MAX_WIDTH, description="Variant late: width of its network, after the final norm."

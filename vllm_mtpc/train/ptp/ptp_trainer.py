@@ -95,9 +95,7 @@ class PtpTrainer(Trainer):
         record = provenance(self.options, facts, self.verifier, results, run)
         for name in self.options.of_others:
             del record["settings"][name]
-        config = self.config
-        if results:
-            config = config.model_copy(update={"accepted": results["t1"]["histogram"]})
+        config = self.config.model_copy(update={"accepted": results["t1"]["histogram"]} if results else {})
         head = PtpHead(config, self.student.lora(), self.student.layers)
         save_ptp(self.options.out, head, record, head_card(record, "ptp"), getattr(torch, self.options.dtype))
 
