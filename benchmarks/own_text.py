@@ -2,10 +2,10 @@
 
 The target writes user's turns as `vllm-mtpc regenerate --prompts self` does, then three answers to each at temperatures
 of 0.6, 0.8, 1 and 0; unfinished answers are kept. ``--questions FILE`` (Spec-Bench's) has the first turns of that file
-answered at 1 and 0 instead, with their tasks. FOLDER has `own.jsonl`, a line per answer; `states.bin`, float16
-[tokens, D], the target's state before each token of the answers; `norms.bin`, float32 [tokens], the log-sum of its
-logits. An interrupted run goes on with the next conversation. One engine runs in this process, in float32; states cost
-nothing: logits need them.
+answered at 1 and 0 instead, with their tasks; with ``--temperature T`` each turn has one answer, at T. FOLDER has
+`own.jsonl`, a line per answer; `states.bin`, float16 [tokens, D], the target's state before each token of the answers;
+`norms.bin`, float32 [tokens], the log-sum of its logits. An interrupted run goes on with the next conversation. One
+engine runs in this process, in float32; states cost nothing: logits need them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -39,9 +38,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("target", help="folder or hub name of a chat model")
     parser.add_argument("--tokens", type=int, default=sys.maxsize, metavar="N", help="of the answers, at least")
     parser.add_argument("--questions", type=Path, metavar="FILE", help="JSON lines with `turns`; ends after the last")
+    parser.add_argument("--temperature", type=float, metavar="T", help="of one answer to each turn")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="continued if it is there")
     args = parser.parse_args(arguments)
-    return guard(PROG, lambda: write(args.target, args.tokens, args.questions, args.out))
+    return guard(PROG, lambda: write(args.target, args.tokens, args.questions, args.temperature, args.out))
 
 
 class Recorder:
@@ -69,7 +69,7 @@ def read_lines(file: Path) -> list[str]:
     return file.read_text(encoding="utf-8").splitlines()
 
 
-def write(target: str, tokens: int, questions: Path | None, out: Path) -> int:
+def write(target: str, tokens: int, questions: Path | None, temperature: float | None, out: Path) -> int:
     """Append answers until there are this many tokens, or no more questions."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
     from vllm import LLM, SamplingParams
@@ -95,14 +95,13 @@ def write(target: str, tokens: int, questions: Path | None, out: Path) -> int:
 
     def begin(number: int) -> None:
         if asked:
-            return answer(number, asked[number]["turns"][0], (1.0, 0.0), task=asked[number].get("category", ""))
-        temperature = USER_TEMPERATURES[number % 2]
-        ask(f"{number}/user", writer._parts([])[0], temperature, USER_TOKENS, conversation=number)
+            return answer(number, asked[number]["turns"][0], task=asked[number].get("category", ""))
+        ask(f"{number}/user", writer._parts([])[0], USER_TEMPERATURES[number % 2], USER_TOKENS, conversation=number)
 
-    def answer(number: int, content: str, temperatures: Iterable[float], **facts: Any) -> None:
+    def answer(number: int, content: str, **facts: Any) -> None:
         messages = [{"role": "user", "content": content}]
-        prompt = chat_prompt(messages, tokenizer)
-        for one in temperatures:
+        prompt, cycle = chat_prompt(messages, tokenizer), islice(TEMPERATURES * 2, number % 4, number % 4 + ANSWERS)
+        for one in [temperature] if temperature is not None else (1.0, 0.0) if asked else cycle:
             ask(f"{number}/{one}", prompt, one, ANSWER_TOKENS, conversation=number, messages=messages, **facts)
 
     with (
@@ -128,8 +127,7 @@ def write(target: str, tokens: int, questions: Path | None, out: Path) -> int:
                     key = content.strip().lower()
                     if not writer.fault(ids, reason) and key not in seen:
                         seen.add(key)
-                        cycle = islice(TEMPERATURES * 2, one["conversation"] % 4, None)
-                        answer(one["conversation"], content.strip(), islice(cycle, ANSWERS))
+                        answer(one["conversation"], content.strip())
                 elif not writer.fault(ids, "stop"):
                     states.write(found[0].tobytes())
                     norms.write(found[1].tobytes())
