@@ -118,10 +118,11 @@ def test_imports_of_a_package_are_declared_in_its_extras(wheel: zipfile.ZipFile,
 
 
 @pytest.fixture(scope="module")
-def installed(wheel: zipfile.ZipFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(root: Path, wheel: zipfile.ZipFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The Python of a fresh environment: the wheel over the packages that are installed here, but not this checkout.
 
-    .pth files of a folder that a .pth file names are not read: this environment's editable install stays out.
+    The step is the Dockerfile's. .pth files of a folder that a .pth file names are not read: this environment's
+    editable install stays out.
     """
     place = tmp_path_factory.mktemp("environment")
     venv.create(place, with_pip=False)
@@ -129,7 +130,9 @@ def installed(wheel: zipfile.ZipFile, tmp_path_factory: pytest.TempPathFactory) 
     base = [line for line in sys.path if Path(line).name in ("site-packages", "dist-packages")]
     (packages / "zz_base.pth").write_text("\n".join(base) + "\n")
     python = place / "bin" / "python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel.filename)
+    (step,) = re.findall(r"^RUN .* python3 -m pip (.*)$", (root / "Dockerfile").read_text(), re.MULTILINE)
+    words = step.replace("/dist/*.whl", str(wheel.filename)).split()
+    run(sys.executable, "-m", "pip", "--python", python, *words, "--no-deps", "--no-index")
     return python
 
 
