@@ -18,4 +18,5 @@ fi
 # Tests use one core each. A file stays in one process: its engines and trained heads are made once. The longest files
 # come first (tests/conftest.py).
 workers=${MTPC_TEST_WORKERS:-$(nproc)}
-exec .venv/bin/python -m pytest -n "$((workers < 4 ? workers : 4))" --dist loadfile --no-loadscope-reorder -q -ra --durations=15 ${select[@]+"${select[@]}"} "$@"
+exec .venv/bin/python -m pytest -n "$((workers < 4 ? workers : 4))" --dist loadfile --no-loadscope-reorder -q -ra --durations=15 \
+    --junitxml=build/tests.xml ${select[@]+"${select[@]}"} "$@"

@@ -38,7 +38,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files come first, so that workers end together."""
+    """The longest files come first, so that workers end together. A file of the run says which tests are slow."""
+    for item in items:
+        item.user_properties += [("slow", True)] * bool(item.get_closest_marker("slow"))
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
     forks.inspect_models_here()
 
