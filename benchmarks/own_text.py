@@ -101,7 +101,8 @@ def write(target: str, tokens: int, questions: Path | None, temperature: float |
     def answer(number: int, content: str, **facts: Any) -> None:
         messages = [{"role": "user", "content": content}]
         prompt, cycle = chat_prompt(messages, tokenizer), islice(TEMPERATURES * 2, number % 4, number % 4 + ANSWERS)
-        for one in [temperature] if temperature is not None else (1.0, 0.0) if asked else cycle:
+        chosen = (1.0, 0.0) if asked else cycle
+        for one in chosen if temperature is None else [temperature]:
             ask(f"{number}/{one}", prompt, one, ANSWER_TOKENS, conversation=number, messages=messages, **facts)
 
     with (

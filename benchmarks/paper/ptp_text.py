@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,8 @@ class Setting:
 
     target: Path
     data: Path
+    prompts: Callable[[Target, int], list[Tensor]]  # of held-out texts
+    stops: set[int] | None  # tokens that end them; None: the target's
     texts: int  # held-out
     tokens: int  # of each
     temperatures: tuple[float, ...]
@@ -52,21 +54,25 @@ class Setting:
     # name -> options, the row it is compared with, and a patch of the order in which u passes the tokens
     cases: dict[str, tuple[dict[str, Any], str, str | None]]
 
-    def prompts(self, target: Target) -> list[Tensor]:
-        """Return the beginnings of held-out texts: of the demo's, or short first turns of Spec-Bench, of all tasks."""
-        if self is BYTES:
-            lines = (self.data.parent / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
-            return [torch.tensor(json.loads(line)["prompt_ids"]) for line in lines[: self.texts]]
-        turns = [{"role": "user", "content": one.turns[0]} for one in spec_bench.questions(spec_bench.FILE)]
-        found = [torch.tensor(chat_prompt([turn], target.tokenizer)) for turn in turns]
-        short = [one for one in found if len(one) <= LONGEST]
-        return short[:: len(short) // self.texts][: self.texts]
+
+def of_demo(target: Target, count: int) -> list[Tensor]:
+    """Return the beginnings of held-out texts of the demo."""
+    lines = (ROOT / "build" / "demo" / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
+    return [torch.tensor(json.loads(line)["prompt_ids"]) for line in lines[:count]]
+
+
+def of_spec_bench(target: Target, count: int) -> list[Tensor]:
+    """Return short first turns of Spec-Bench, of all tasks, in the target's chat template."""
+    turns = [{"role": "user", "content": one.turns[0]} for one in spec_bench.questions(spec_bench.FILE)]
+    found = [torch.tensor(chat_prompt([turn], target.tokenizer)) for turn in turns]
+    short = [one for one in found if len(one) <= LONGEST]
+    return short[:: len(short) // count][:count]
 
 
 STEPS, LONGEST = 600, 256
 LONG = {"max-steps": 3 * STEPS}
 BYTES = Setting(
-    demo.path("target"), ROOT / "build" / "demo" / "sampled.jsonl", 96, 96, (1.0,),
+    demo.path("target"), ROOT / "build" / "demo" / "sampled.jsonl", of_demo, set(), 96, 96, (1.0,),
     {"max-steps": STEPS, "windows-per-step": 64, "learning-rate": 0.003, "seq-len": 160, "block-rows": 256},
     {
         "independent": (INDEPENDENT, "independent", None),
@@ -79,7 +85,8 @@ BYTES = Setting(
     },
 )  # fmt: skip
 SMOLLM2 = Setting(
-    ROOT / "models" / "smollm2-135m-instruct", ROOT / "build" / "ptp" / TEXT_FILE, 48, 48, (1.0, 0.7),
+    ROOT / "models" / "smollm2-135m-instruct", ROOT / "build" / "ptp" / TEXT_FILE, of_spec_bench, None,
+    48, 48, (1.0, 0.7),
     LARGE | {"max-steps": 450, "windows-per-step": 32, "chunk-windows": 32, "learning-rate": 0.002, "seq-len": 256,
              "block-rows": 16, "target-dtype": "float32"},
     {variant: ({"variant": variant}, "independent", None) for variant in ("independent", "o-ptp", "c-ptp")},
@@ -89,11 +96,10 @@ SMOLLM2 = Setting(
 def measure(setting: Setting) -> Iterator[dict[str, Any]]:
     """Yield the row of each head; `gain`: tokens/step over those of the row it is compared with, by texts in pairs."""
     target = load_target(setting.target, torch.float32)
-    more = {"overhang": DRAFTS + 2, "stops": set() if setting is BYTES else None}
-    samples = {}
+    prompts, samples = setting.prompts(target, setting.texts), dict[float, Samples]()
+    more = {"overhang": DRAFTS + 2, "stops": setting.stops}
     for t in setting.temperatures:
-        generator = torch.Generator().manual_seed(5)
-        samples[t] = generate(target, setting.prompts(target), setting.tokens, Sampling(t), generator, **more)
+        samples[t] = generate(target, prompts, setting.tokens, Sampling(t), torch.Generator().manual_seed(5), **more)
     kept = dict[tuple[str, float], DraftedWindows]()
     for name, (options, other, patch) in setting.cases.items():
         with contextlib.ExitStack() as stack:

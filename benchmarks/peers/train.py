@@ -19,6 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from importlib.util import find_spec
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_mtpc.cli import guard
+from vllm_mtpc.errors import UsageError
 from vllm_mtpc.progress import Bar
 
 PROG, TARGET = "python -m benchmarks.peers.train", "models/smollm2-135m-instruct"
@@ -59,7 +62,9 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--lr", type=float, default=SHARED["lr"], help="largest learning rate")
     parser.add_argument("--overfit", action="store_true", help="train on one batch, at a constant rate")
     args = parser.parse_args(words)
-    return Run(args).overfit() if args.overfit else Run(args).train()
+    if find_spec("speculators") is None:
+        parser.error("speculators is not installed; type benchmarks/peers/setup.sh, and run this by its Python")
+    return guard(PROG, lambda: Run(args).overfit() if args.overfit else Run(args).train())
 
 
 class Texts:
@@ -110,7 +115,7 @@ class Texts:
         self._found.clear()
         self.model(ids[None], use_cache=False)
         if not (states := torch.stack(self._found, 1).half()).isfinite().all():
-            raise ValueError(f"{self.target} has states that are no finite float16; use another target.")
+            raise UsageError(f"target {self.target} has states beyond float16; name another one")
         return states
 
 
