@@ -6,8 +6,8 @@ anchor attend to the target's hidden states. DSpark adds a bias by the previous 
 
 Models, losses, optimiser, packing, vocabulary mapping and checkpoint are those of speculators 0.9.0. Its trainer needs
 an accelerator, so this module has a loop with the same clipping and linear schedule, over the minutes of the optimiser
-steps. The target reads each text of `benchmarks.own_text` once, and its states are kept in that folder. A run that was
-interrupted goes on. The README has the recipes.
+steps, which are CPU time: other work on the cores does not count. The target reads each text of `benchmarks.own_text`
+once, and its states are kept in that folder. A run that was interrupted goes on. The README has the recipes.
 """
 
 from __future__ import annotations
@@ -214,9 +214,9 @@ class Run:
         with Bar(total=round(self.limit), initial=round(self.seconds), desc=self.algorithm, unit="s") as bar:
             while self.seconds < self.limit and not ends:
                 batch, share = self.batch(next(packs)), self.seconds / self.limit
-                started = time.monotonic()
+                started = time.process_time()
                 metrics = self.train_step(batch, self.config.lr * min(1.0, (share + 1e-4) / WARMUP) * (1.0 - share))
-                self.seconds += time.monotonic() - started
+                self.seconds += time.process_time() - started
                 self.step, self.tokens = self.step + 1, self.tokens + batch["input_ids"].numel()
                 first = metrics[FIRST[self.algorithm]]
                 bar.set_postfix(step=self.step, loss=metrics["loss"], first=first, refresh=False)
