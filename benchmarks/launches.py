@@ -13,6 +13,11 @@ launch, which read and write the rows of the pass; cached keys and values are no
 of 1 + K rows per request, reads 1 + K queries and drafts. PTP has adapters on the layers of a target and ends with its
 logits: two passes read x_1 and K auxiliary rows per request; merged is the target's pass over 1 + K rows with 2 K
 auxiliary ones.
+
+`PEERS` have the same layers, as many as their published recipes for this target or the nearest one. EAGLE-3 runs one
+layer, whose input is twice as wide, for each of its 3 drafts, first over 1 + K rows per request, and multiplies by an
+lm_head of 32,000 ids. DFlash and DSpark are backbones with the whole lm_head; DSpark adds, draft by draft, a bias of
+rank 256. A draft is drawn in one launch, which reads the logits and writes the probabilities.
 """
 
 from __future__ import annotations
@@ -68,12 +73,17 @@ HEADS: dict[str, dict[str, Any]] = {
 BATCHES, VOCABULARIES = (1, 32, 256), (128256, 151936)
 SETTINGS = {f"shared {name} V={size}": {"V": size, **own} for size in VOCABULARIES for name, own in HEADS.items()}
 SETTINGS["linear btree r=32 V=320"] = {"V": 320, "leaves": {"kind": "own"}, "num_components": 32}
+SETTINGS["mlp hmm r=4 t=8 V=16384"] = {  # the head of benchmarks/peers at this size
+    "V": 16384, "circuit": "hmm", "num_components": 4, "trunk": {"kind": "mlp"}, "leaves": LM_HEAD | {"token_rank": 8},
+}  # fmt: skip
 # layers of Qwen3 8B: 5 for a backbone, and the 36 of the target
 LAYERS = {"heads": 32, "kv_heads": 8, "head_dim": 128, "width": 12288}
 TRUNK = {"kind": "backbone", "layers": 5, "aux_hidden_state_layer_ids": [1, 9, 17, 25, 33], **LAYERS}
 BACKBONE: dict[str, Any] = {"V": 151936, "trunk": TRUNK, "leaves": LOW | {"expander_rank": 0}}
 TARGET_LAYERS, LORA_RANK = 36, 16
 PASSES = ("backbone btree r=8 c=16 V=151936", "PTP two passes V=151936", "PTP merged V=151936")
+# the peer's layers, drafts, ids, and the rank of its bias
+PEERS = {"EAGLE-3": (1, 3, 32000, 0), "DFlash": (5, DRAFTS, 151936, 0), "DSpark": (3, DRAFTS, 151936, 256)}
 HEADER = ("head", "B", "operations", "Triton", "MB", "ideal MB", "of ideal", "GFLOP", "ms", "ideal ms")
 NO_LAUNCH = ("aten::empty", "aten::new_empty", "aten::empty_strided", "aten::detach", "aten::_unsafe_view")
 
@@ -288,8 +298,59 @@ def measure_pass(name: str, batch: int) -> dict[str, Any]:
     return figures(name, batch, count, ideal, 2 * (rows * weights + logits * WIDTH))
 
 
+def measure_peer(name: str, batch: int) -> dict[str, Any]:
+    """Count the draft of a peer at one batch size."""
+    layers, drafts, ids, rank = PEERS[name]
+    recurs, own = name == "EAGLE-3", Counter[str]()
+    aux = TRUNK["aux_hidden_state_layer_ids"][: 3 if recurs else None]
+    trunk = TRUNK | {"layers": layers, "aux_hidden_state_layer_ids": aux}
+    config = head_config(**BACKBONE | {"trunk": trunk, "window": 1 + drafts})
+    served, rows = serve_layers(config, make_head(config), own), batch * (1 + drafts)
+
+    def empty(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    lm_head, bias, bias_in = empty(ids, WIDTH), empty(ids, rank), empty(ids, rank)
+    second_half = empty(served.layers[0].self_attn.qkv_proj.output_size, WIDTH)  # of EAGLE-3's wider input
+
+    def draw(logits: Tensor) -> None:
+        own["operations"] += 1
+        own["bytes"] += 2 * logits.nbytes
+
+    def positions(count: int) -> Tensor:
+        return empty(count, dtype=torch.int64)
+
+    with torch.no_grad(), mock.patch.object(torch.Tensor, "is_cuda", True), traced(batch) as count:
+        states = torch.mm(torch.cat([empty(rows, WIDTH) for _ in aux], dim=-1), served.fc.weight.T)
+        if recurs:
+            for size in [rows] + [batch] * (drafts - 1):
+                F.embedding(positions(size), empty(151936, WIDTH))
+                F.linear(empty(size, WIDTH), second_half)
+                served(positions(size), states[:size])
+                draw(F.linear(states[:batch], lm_head))
+        else:
+            served.write_context(states, positions(rows), [positions(rows)] * layers)
+            logits = F.linear(served(positions(rows), empty(rows, WIDTH))[: batch * drafts], lm_head)
+            for _ in range(drafts if rank else 0):
+                draw(F.linear(F.embedding(positions(batch), bias_in), bias).add_(logits[:batch]))
+            if not rank:
+                draw(logits)
+    count.update(own)
+    context = () if recurs else served.buffers()
+    weights = sum(tensor.numel() for tensor in chain(served.parameters(), context))
+    if recurs:
+        read = drafts * (weights - served.fc.weight.numel() + second_half.numel() + lm_head.numel())
+        read += served.fc.weight.numel()
+    else:
+        read = weights + lm_head.numel() + drafts * bias.numel()
+    logits_bytes = 3 * batch * drafts * ids
+    return figures(name, batch, count, DTYPE.itemsize * (read + logits_bytes), count["flops"])
+
+
 def measure(name: str, batch: int) -> dict[str, Any]:
-    """Count one head or pass at one batch size."""
+    """Count one head, pass or peer at one batch size."""
+    if name in PEERS:
+        return measure_peer(name, batch)
     if name in PASSES:
         return measure_pass(name, batch)
     head = make_head(head_config(**SETTINGS[name]))
@@ -328,7 +389,7 @@ def line(row: dict[str, Any]) -> list[str]:
 def run(args: argparse.Namespace) -> int:
     """Count every head; print a table and write JSON."""
     check_file(args.json)
-    rows = [measure(name, batch) for name in (*SETTINGS, *PASSES) for batch in BATCHES]
+    rows = [measure(name, batch) for name in (*SETTINGS, *PASSES, *PEERS) for batch in BATCHES]
     print_table(f"a draft of K={DRAFTS}, D={WIDTH}, bfloat16; ms by arithmetic", HEADER, [line(row) for row in rows])
     if args.json:
         write_json(args.json, {"kind": "launches", **provenance.collect(), "drafts": DRAFTS, "rows": rows})
