@@ -19,7 +19,7 @@ from tests.support.enumeration import (
     repeated,
     written,
 )
-from vllm_mtpc.circuits import CircuitParams
+from vllm_mtpc.circuits.base import CircuitParams
 from vllm_mtpc.circuits.conditionals import conditionals
 
 torch.set_num_threads(1)

@@ -16,7 +16,8 @@ import vllm_mtpc.heads.trunk
 from tests.support import circuit_checks, heads_zoo
 from tests.support.enumeration import CIRCUITS, make, random_params
 from vllm_mtpc.checkpoint import load_head, save_head
-from vllm_mtpc.circuits import Circuit, Latents, get_circuit
+from vllm_mtpc.circuits import get_circuit
+from vllm_mtpc.circuits.base import Circuit, Latents
 from vllm_mtpc.cli import main
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads.init import init_from_lm_head

@@ -9,7 +9,8 @@ from scipy.stats import chisquare
 
 from tests.support.circuit_checks import TOLERANCE
 from tests.support.enumeration import CIRCUITS, Enumerated, conditionals, make, random_params, repeated
-from vllm_mtpc.circuits import Circuit, CircuitParams, circuit_class
+from vllm_mtpc.circuits import circuit_class
+from vllm_mtpc.circuits.base import Circuit, CircuitParams
 
 torch.set_num_threads(1)
 DRAWS, BATCH = 20_000, 8

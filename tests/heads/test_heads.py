@@ -13,7 +13,8 @@ from scipy.special import log_softmax, logsumexp
 from tests.support.circuit_checks import close
 from tests.support.enumeration import Enumerated, all_tokens, prefix_marginals
 from tests.support.heads_zoo import EMBEDDING, LM_HEAD, OPTIONS, B, N, R, V, build, hidden_states, read_by
-from vllm_mtpc.circuits import CIRCUITS, CircuitParams
+from vllm_mtpc.circuits import CIRCUITS
+from vllm_mtpc.circuits.base import CircuitParams
 from vllm_mtpc.circuits.conditionals import conditionals
 from vllm_mtpc.heads.head import Head
 from vllm_mtpc.kernels.bigram import Bigram

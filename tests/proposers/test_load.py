@@ -25,7 +25,7 @@ from tests.support import forks
 from tests.support.configs import engine_config
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint import load_head, save_head
-from vllm_mtpc.circuits import DraftVocabulary
+from vllm_mtpc.circuits.base import DraftVocabulary
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.heads.head import Head, build_head

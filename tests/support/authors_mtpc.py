@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.support.enumeration import Enumerated
-from vllm_mtpc.circuits import CircuitParams
+from vllm_mtpc.circuits.base import CircuitParams
 
 LEAF = "mt_head._categorical_log_probs_heads.0.head.proj"
 SUM = "mt_head._sum_weights_heads.{}.head.proj"

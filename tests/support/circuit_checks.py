@@ -13,8 +13,7 @@ from scipy.special import log_softmax, logsumexp
 from tests.support import heads_zoo
 from tests.support.enumeration import Enumerated, all_tokens, prefix_marginals, repeated
 from tests.support.heads_zoo import V, hidden_states
-from vllm_mtpc.circuits import Circuit, CircuitParams
-from vllm_mtpc.circuits.base import evidence_of
+from vllm_mtpc.circuits.base import Circuit, CircuitParams, evidence_of
 from vllm_mtpc.circuits.conditionals import conditionals
 from vllm_mtpc.heads.head import Head
 from vllm_mtpc.heads.init import INHERITED_STAY, init_from_head

@@ -13,7 +13,8 @@ import torch
 from scipy.special import log_softmax, logsumexp
 
 import vllm_mtpc.circuits
-from vllm_mtpc.circuits import Circuit, CircuitParams, Latents, circuit_class, get_circuit
+from vllm_mtpc.circuits import circuit_class, get_circuit
+from vllm_mtpc.circuits.base import Circuit, CircuitParams, Latents
 from vllm_mtpc.kernels.bigram import Bigram
 
 CIRCUITS = tuple(vllm_mtpc.circuits.CIRCUITS)

@@ -12,7 +12,7 @@ import torch
 
 from tests.support import enumeration
 from tests.support.heads_zoo import build, hidden_states
-from vllm_mtpc.circuits import CircuitParams
+from vllm_mtpc.circuits.base import CircuitParams
 from vllm_mtpc.circuits.conditionals import conditionals
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads.head import build_head

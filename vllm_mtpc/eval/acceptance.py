@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_mtpc.circuits import DraftVocabulary
+from vllm_mtpc.circuits.base import DraftVocabulary
 from vllm_mtpc.circuits.conditionals import conditionals
 from vllm_mtpc.eval.metrics import StepMetrics, check_drafts, step_starts
 from vllm_mtpc.eval.text import Samples, Sampling

@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_mtpc.circuits import Circuit, CircuitParams, DraftVocabulary, get_circuit
+from vllm_mtpc.circuits import get_circuit
+from vllm_mtpc.circuits.base import Circuit, CircuitParams, DraftVocabulary
 from vllm_mtpc.heads.leaves import LEAVES
 from vllm_mtpc.heads.leaves.base import INIT_STD, Leaves
 from vllm_mtpc.heads.trunk import TRUNKS

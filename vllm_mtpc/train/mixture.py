@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_mtpc.circuits import Circuit
-from vllm_mtpc.circuits.base import TINY
+from vllm_mtpc.circuits.base import TINY, Circuit
 from vllm_mtpc.heads.head import Head
 from vllm_mtpc.kernels.filter import filter_weights
 

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from vllm_mtpc.circuits import Circuit
+from vllm_mtpc.circuits.base import Circuit
 from vllm_mtpc.heads.sections import Section
 from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.leaf import evidence_of
