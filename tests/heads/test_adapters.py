@@ -75,7 +75,7 @@ def test_saved_adapters_load_in_peft(target: Target, folder: Path, tmp_path: Pat
     torch.testing.assert_close(split.draft(split.trunk(TOKENS)), expected, rtol=1e-5, atol=1e-5)
     loaded = LoraDraftLayers.load(split.adapters, target)
     assert torch.equal(loaded.draft(split.trunk(TOKENS)), split.draft(split.trunk(TOKENS)))
-    assert (loaded.num_layers, loaded.adapters.rank, loaded.adapters.alpha) == (2, 4, 8)
+    assert (loaded.adapters.num_layers, loaded.adapters.rank, loaded.adapters.alpha) == (2, 4, 8)
 
 
 def test_adapters_of_a_bfloat16_target_are_float32(folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_mtpc.heads.ptp.late import LateNetwork
+from vllm_mtpc.heads.ptp.layers import LateNetwork
 
 SIZE, WIDTH, VOCAB = 6, 5, 9
 

@@ -79,8 +79,7 @@ class AdaptedLayers(nn.Module):
     def adapt(self, view: nn.Module, rank: int, alpha: float, layers: list[int] | None = None) -> None:
         """Add adapters to the projections of a view (`view_of`) of the target's backbone; arguments: `lora_config`.
 
-        Raises:
-            HeadConfigError: the layers have none of the projections MODULES.
+        Raises HeadConfigError for layers without any of the projections MODULES.
         """
         from peft import inject_adapter_in_model
 

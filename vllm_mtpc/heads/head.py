@@ -52,11 +52,7 @@ class Head(nn.Module):
     inner_bias [F, r, r], leaves to root (HMM: in position order), where it has inner sums. With a draft vocabulary the
     buffers d2t [columns] int64, id minus column of each, and t2d [V] bool, vLLM's and speculators' names.
 
-    Args:
-        circuit: the structure; of n tokens and r components.
-        trunk, leaves: of the same sizes.
-        vocab_size: V.
-        hidden_size: D.
+    Circuit (n tokens, r components), trunk and leaves have the same sizes; `vocab_size` is V, `hidden_size` D.
     """
 
     component_dims: ClassVar[dict[str, tuple[int, ...]]] = {  # dimensions of a parameter that run over components
@@ -68,7 +64,7 @@ class Head(nn.Module):
     def __init__(self, circuit: Circuit, trunk: Trunk, leaves: Leaves, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
         self.circuit, self.trunk, self.leaves = circuit, trunk, leaves
-        self.vocab_size, self.hidden_size = vocab_size, hidden_size
+        self.vocab_size, self.hidden_size, self.columns = vocab_size, hidden_size, leaves.columns  # tokens of a leaf
         r, inner = circuit.num_components, circuit.num_inner
         self.root_weight = nn.Parameter(torch.empty(r, hidden_size)) if circuit.has_root else None
         self.inner_weight = nn.Parameter(torch.empty(inner, r, r, hidden_size)) if inner else None
@@ -85,11 +81,6 @@ class Head(nn.Module):
     def leaf_shard(self) -> Shard | None:
         """The tokens that `draft_params` has logits of; None: all."""
         return self.leaves.leaf_shard
-
-    @property
-    def columns(self) -> int:
-        """Number of tokens of a leaf."""
-        return self.leaves.columns
 
     @property
     def vocabulary(self) -> DraftVocabulary | None:
@@ -113,15 +104,16 @@ class Head(nn.Module):
 
     def sum_logits(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits of the root [B, r] and of the inner sums [B, F, r, r] for states [B, D], float32."""
-        batch, r = states.shape[0], self.circuit.num_components
-        if self.root_weight is None:
-            root = states.new_zeros(batch, r, dtype=torch.float32)
-        else:
-            root = F.linear(states, self.root_weight).float()
-        if self.inner_weight is None or self.inner_bias is None:
-            return root, root.new_zeros(batch, 0, r, r)
-        inner = F.linear(states, self.inner_weight.reshape(-1, self.hidden_size)).float()
-        return root, inner.view(batch, -1, r, r) + self.inner_bias.float()
+        weights = (self.root_weight, self.inner_weight)
+        rows = (None if weight is None else weight.reshape(-1, self.hidden_size) for weight in weights)
+        return self._to_sums(*(states[:, :0] if weight is None else F.linear(states, weight) for weight in rows))
+
+    def _to_sums(self, root: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits of `sum_logits` from products with root_weight and inner_weight; without one no columns."""
+        batch, r = len(root), self.circuit.num_components
+        root = root.float() if root.shape[1] else root.new_zeros(batch, r, dtype=torch.float32)
+        inner = inner.float().view(batch, self.circuit.num_inner, r, r)
+        return root, inner if self.inner_bias is None else inner + self.inner_bias.float()
 
     @property
     def hidden_dtype(self) -> torch.dtype:
@@ -130,25 +122,24 @@ class Head(nn.Module):
         return getattr(self.leaves, "packed_dtype", None) or next(weights, torch.get_default_dtype())
 
     def draft_params(self, hidden: Tensor, first: Tensor, num_drafts: int, in_blocks: bool = False) -> DraftParams:
-        """Return the inputs of `kernels.draft` for K drafts after x_1.
+        """Return the inputs of `kernels.draft` for K drafts after x_1 = first [B] int64.
 
-        Args:
-            hidden: what the trunk reads, [B, D] or [B, Q, D] of any float dtype.
-            first: [B] int64, x_1.
-            num_drafts: K.
-            in_blocks: for the kernel's path of blocks, which takes `low` and leaves with x_1.
+        The trunk reads hidden [B, D] or [B, Q, D] of any float dtype. The kernel's path of blocks (`in_blocks`) takes
+        `low` and leaves with x_1.
         """
         state, states = self.trunk(hidden.to(self.hidden_dtype), first)
         if getattr(self.leaves, "packed_dtype", None):
-            return self._draft_packed(state, first, num_drafts)
-        evidence, leaf, low = self._draft_leaves(states, first, num_drafts)
-        if not in_blocks or (evidence is None and self.vocabulary):
-            leaf, low = leaf if low is None else low.leaves(leaf), None
-            if evidence is None:
-                evidence, leaf = evidence_of(leaf[:, 0], self._column(first)), leaf[:, 1:]
+            evidence, leaf, *products = self.leaves.draft_packed(state, self._column(first), num_drafts)
+            sums, low = self._to_sums(*products), None
+        else:
+            sums, (evidence, leaf, low) = self.sum_logits(state), self._draft_leaves(states, first, num_drafts)
+            if not in_blocks or (evidence is None and self.vocabulary):
+                leaf, low = leaf if low is None else low.leaves(leaf), None
+                if evidence is None:
+                    evidence, leaf = evidence_of(leaf[:, 0], self._column(first)), leaf[:, 1:]
         if evidence is not None and self.vocabulary and not self.leaves.skip:
             evidence = evidence.masked_fill((self.vocabulary.columns[first] < 0)[:, None], 0.0)
-        return DraftParams(evidence, leaf, *self.sum_logits(state), first, self.leaves.bigram(num_drafts), low)
+        return DraftParams(evidence, leaf, *sums, first, self.leaves.bigram(num_drafts), low)
 
     def _draft_leaves(
         self, states: Tensor, first: Tensor, num_drafts: int
@@ -158,16 +149,6 @@ class Head(nn.Module):
             evidence = torch.zeros(len(states), self.circuit.num_components, device=states.device)  # it cancels
             return evidence, *self.leaves.base(states, 1, num_drafts + 1)
         return self.leaves.draft(states, self._column(first), num_drafts + 1)
-
-    def _draft_packed(self, state: Tensor, first: Tensor, num_drafts: int) -> DraftParams:
-        evidence, leaf, root, inner = self.leaves.draft_packed(state, self._column(first), num_drafts)
-        batch, r = len(state), self.circuit.num_components
-        inner = inner.float().view(batch, -1, r, r)
-        inner = inner if self.inner_bias is None else inner + self.inner_bias.float()
-        root = root.float() if root.shape[1] else root.new_zeros(batch, r, dtype=torch.float32)
-        if self.vocabulary and not self.leaves.skip:
-            evidence = evidence.masked_fill((self.vocabulary.columns[first] < 0)[:, None], 0.0)
-        return DraftParams(evidence, leaf, root, inner, first, self.leaves.bigram(num_drafts))
 
     def _column(self, tokens: Tensor) -> Tensor:
         """Return the columns [B] of ids [B]; 0 for those outside."""
@@ -189,12 +170,9 @@ class Head(nn.Module):
         return head
 
     def forward(self, hidden: Tensor, first: Tensor | None = None, num_positions: int | None = None) -> CircuitParams:
-        """Return CircuitParams of the first `num_positions` positions (None: all).
+        """Return CircuitParams of the first `num_positions` positions, x_1 included (None: all).
 
-        Args:
-            hidden: what the trunk reads, [B, D] or [B, Q, D].
-            first: [B] int64, x_1; needed by a trunk that reads its embedding.
-            num_positions: x_1 included.
+        The trunk reads hidden [B, D] or [B, Q, D]; one that reads the embedding of x_1 needs `first` [B] int64.
         """
         state, states = self.trunk(hidden, first)
         leaf = self.leaves(states, self.leaves.skip, num_positions or self.circuit.window).float()

@@ -21,12 +21,9 @@ INHERITED_STAY = 0.999
 
 @torch.no_grad()
 def init_from_lm_head(head: Head, weight: Tensor, seed: int) -> None:
-    """Start leaves of their own at the target's lm_head; others are not changed.
+    """Start leaves of their own at the target's lm_head; others are not changed. Noise makes components differ.
 
-    Args:
-        head: its leaves are written.
-        weight: [V, D] or [blocks * V, D]: position i starts from block i, or the last (EvaByte predicts 8 tokens).
-        seed: of the noise that makes components differ.
+    weight [blocks * V, D]: position i starts from block i, or the last (EvaByte predicts 8 tokens; others have one).
     """
     if not isinstance(head.leaves, OwnLeaves):
         return
@@ -46,8 +43,7 @@ def init_from_lm_head(head: Head, weight: Tensor, seed: int) -> None:
 def init_backbone(backbone: Backbone, target: Any) -> str:
     """Start a backbone at the final norm and last layers of a `vllm_mtpc.hf.Target`, where names and shapes agree.
 
-    Returns:
-        A line that names the weights that were not copied; empty if all were.
+    Returns a line that names the weights that were not copied; empty if all were.
     """
     theirs, missing = target.backbone, list[str]()
     layers = [*reversed(getattr(theirs, "layers", ())), *(nn.Module() for _ in backbone.layers)]
@@ -84,10 +80,7 @@ def init_from_head(head: Head, source: Head, seed: int = 0) -> None:
     A source without inner sums (ff, cp) becomes any circuit with a root, whose sums keep the latent with probability
     INHERITED_STAY. A multiple of the source's components repeats them, with noise from `seed` in the leaves. A bigram
     that the source lacks adds 0; components that it lacks are equal and diverge by component_in. A source without inner
-    sums may have a smaller window: further positions start as its last one.
-
-    Raises:
-        HeadConfigError: `head` cannot start from `source`.
+    sums may have a smaller window: further positions start as its last one. Raises as `check_source`.
     """
     check_source(head, source)
     repeats = head.circuit.num_components // source.circuit.num_components

@@ -30,15 +30,8 @@ class Leaves(nn.Module, ABC):
     """Computes leaves from the states of a trunk. `Options` is its section of `config.json`.
 
     Parameters of all leaves: token_source [V, R] and token_target [n - 1, R, columns], positions 2 to n, where
-    R = token_rank is not 0. Positions are those of the window, from 0 for x_1 on; `skip` of them have no leaf.
-
-    Args:
-        options: its `Options`.
-        circuit: of n tokens and r components.
-        skip: 1 if the trunk has seen x_1, else 0.
-        columns: number of tokens of a leaf, V or those of the draft vocabulary.
-        vocab_size: V.
-        hidden_size: D.
+    R = token_rank is not 0. Positions are those of the window, from 0 for x_1 on; the first `skip` of them, 1
+    if the trunk has seen x_1, else 0, have no leaf. A leaf has `columns` tokens, V or those of the draft vocabulary.
     """
 
     Options: ClassVar[type[LeavesOptions]]
@@ -63,10 +56,7 @@ class Leaves(nn.Module, ABC):
     def base(self, states: Tensor, start: int, stop: int) -> tuple[Tensor, LowRank | None]:
         """Return the logits [B, k, r, columns] of positions start .. stop - 1, or [B, k, 1, columns] and differences.
 
-        Args:
-            states: [B, 1, D] for all positions, or [B, n - skip, D].
-            start: first position of the window, skip or more.
-            stop: after the last one.
+        states: [B, 1, D] for all positions, or [B, n - skip, D]; start: `skip` or more.
         """
 
     def forward(self, states: Tensor, start: int, stop: int) -> Tensor:
@@ -75,12 +65,9 @@ class Leaves(nn.Module, ABC):
         return base if low is None else low.leaves(base)
 
     def draft(self, states: Tensor, first: Tensor, stop: int) -> tuple[Tensor | None, Tensor, LowRank | None]:
-        """Return evidence of x_1, leaf and low of `DraftParams` for positions 1 .. stop - 1, x_1 not seen.
+        """Return evidence of x_1, leaf and low of `DraftParams` for positions 1 .. stop - 1 = K, x_1 not seen.
 
-        Args:
-            states: [B, 1, D].
-            first: [B] int64, the column of x_1.
-            stop: 1 + K.
+        states: [B, 1, D]; first: [B] int64, the column of x_1.
         """
         logits = self(states, 0, stop)
         return evidence_of(logits[:, 0], first), logits[:, 1:], None

@@ -103,11 +103,7 @@ class LmHeadLeaves(Leaves):
         return leaves
 
     def lm_head(self, states: Tensor) -> Tensor:
-        """Return the target's logits [..., columns] of states [..., D].
-
-        Raises:
-            HeadConfigError: no lm_head is bound.
-        """
+        """Return the target's logits [..., columns] of states [..., D]; raises HeadConfigError if none is bound."""
         if not self._lm_head:
             raise HeadConfigError(
                 "leaves 'lm_head' read the target's lm_head and none is bound; call head.leaves.bind_lm_head(...)"

@@ -23,16 +23,9 @@ EDGE = 1e-6  # minimum distance of an edge to 0 and 1 in training: the slope of 
 
 
 def processed(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """Return log Q: temperature, then top-k (ties with the k-th stay), then top-p of the rest, as vLLM applies them.
+    """Return log Q [..., V] float32 of logits [..., V], as vLLM computes it.
 
-    Args:
-        logits: [..., V].
-        temperature: above 0.
-        top_k: 0: off.
-        top_p: 1: off.
-
-    Returns:
-        [..., V] float32.
+    A temperature above 0, then top-k (0: off; ties with the k-th stay), then top-p of the rest (1: off).
     """
     logits = logits.float()
     if temperature != 1:
@@ -49,14 +42,9 @@ def processed(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: f
 
 
 def edges(log_probs: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the interval [left, right) of u that picks a token (arXiv 2512.21323, section 2.1).
+    """Return left and right [...] float64 of the interval of u that picks token [...] from log Q [..., V].
 
-    Args:
-        log_probs: [..., V], log Q.
-        token: [...] integers.
-
-    Returns:
-        left and right [...] float64; equal where the token has no mass.
+    They are equal where the token has no mass (arXiv 2512.21323, section 2.1).
     """
     cumulative = log_probs.double().exp().cumsum(-1)
     total, at = cumulative[..., -1], token.long()[..., None]
@@ -74,17 +62,9 @@ def u_inside(left: Tensor, right: Tensor, inner: Tensor) -> Tensor:
 
 
 def log_likelihood(logits: Tensor, u: Tensor, tokens: Tensor, trust: float, share: float) -> Tensor:
-    """Return log(share P(x) + (1 - share) P(x | u)), with gradients.
+    """Return log(share P(x) + (1 - share) P(x | u)) [...] float32 of logits [..., V] of P, with gradients.
 
-    Args:
-        logits: [..., V], of P.
-        u: [...] in [0, 1), multiples of 2^-24.
-        tokens: [...] integers, x.
-        trust: r, below 1.
-        share: above 0.
-
-    Returns:
-        [...] float32.
+    u: [...] in [0, 1), multiples of 2^-24; tokens: [...] integers, x; trust: r, below 1; share: above 0.
     """
     probs, at = logits.float().softmax(-1), tokens[..., None]
     mass = probs.gather(-1, at)[..., 0]

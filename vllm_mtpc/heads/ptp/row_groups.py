@@ -66,11 +66,8 @@ class RowGroups(NamedTuple):
 def plan_groups(head: Any, drafts_by_batch: Sequence[int], two_pass: bool, max_aux_rows: int) -> RowGroups:
     """Return the groups of each batch size: those of the next power of two, within `max_aux_rows` for the batch.
 
-    Args:
-        head: PtpConfig. The merged pass has the groups with the most tokens per step by its measured acceptance.
-        drafts_by_batch: K of batch size n at index n - 1.
-        two_pass: whether each request has one group, after the row of the token that was just sampled.
-        max_aux_rows: the most auxiliary rows of a batch.
+    head is a PtpConfig: the merged pass has the groups with the most tokens per step by its measured acceptance. With
+    two passes each request has one group. K of batch size n is at index n - 1 of drafts_by_batch.
     """
     leading, first_row = int(two_pass), head.first_row
     p, last = UNMEASURED_ACCEPTANCE, head.window - 1
@@ -95,11 +92,8 @@ def plan_groups(head: Any, drafts_by_batch: Sequence[int], two_pass: bool, max_a
 class Chain:
     """The steps of one request, and the search for a table of sizes [K + 1] of at most `budget` rows.
 
-    Args:
-        accepted: P(exactly g drafts are right), g = 0, 1, ...; missing ones are 0.
-        num_drafts: K.
-        budget: the most rows.
-        first_row: rows of a group without a draft.
+    accepted: P(exactly g drafts are right), g = 0, 1, ...; missing ones are 0. first_row: rows of a group without a
+    draft.
     """
 
     def __init__(self, accepted: Sequence[float], num_drafts: int, budget: int, first_row: int) -> None:

@@ -6,7 +6,7 @@ auxiliary rows through copies of the layers that share the target's weights and 
 A window at index t holds rows j = 0 .. n - 1 that carry u_(t+1+j). The position of a row is the index of the token it
 predicts, less one: t + j where row j names token t + 1 + j itself (o-ptp), t + 1 + j where it gives the distribution of
 the next token (c-ptp). After the final norm the rows of drafts may run through a late network
-(`vllm_mtpc.heads.ptp.late`).
+(`vllm_mtpc.heads.ptp.layers`).
 
 Many short windows are computed in one pass. The rows of window b see the tokens of the document at (row_b, start_b) up
 to start_b, whose keys and values come from a pass over the packed rows, and the window's own rows up to themselves.
@@ -26,7 +26,7 @@ from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads.adapters import AdaptedLayers, layered_backbone, sharing_copy, view_of
 from vllm_mtpc.heads.ptp.distribution import draft_tokens
 from vllm_mtpc.heads.ptp.layers import PtpHead, PtpLayers
-from vllm_mtpc.heads.trunk.backbone import CONTEXT_PER_QUERY, KeysValues, rank_in_group, windows_mask
+from vllm_mtpc.heads.trunk.backbone import KeysValues, WindowGrid, windows_mask
 from vllm_mtpc.heads.trunk.base import document_positions
 
 UNUSED_U = 0.5  # of rows whose u is not used: greedy decoding, the independent baseline
@@ -62,38 +62,10 @@ def text_attention(
     return function(module, query, *extend(key, value), mask, **kwargs)
 
 
-class WindowGrid:
-    """Places of B windows of `length` rows in a batch of G x W: up to W windows of a packed row read it together.
-
-    Args:
-        row: [B] int64, the packed row of each window.
-        length: n.
-        context: tokens of a packed row that are read.
-    """
-
-    def __init__(self, row: Tensor, length: int, context: int) -> None:
-        rank, count = rank_in_group(row), len(row)
-        self.width = max(1, min(context // (CONTEXT_PER_QUERY * length), int(rank.max()) + 1))
-        groups, place = (row * count + rank // self.width).unique(return_inverse=True)
-        self.rows, self.index = groups // count, place * self.width + rank % self.width  # [G] of packed rows, [B]
-        if len(groups) * self.width > MAX_PADDING * count:
-            self.rows, self.width, self.index = row, 1, torch.arange(count, device=row.device)
-
-    def place(self, values: Tensor) -> Tensor:
-        """Return values [B, ...] of windows as [G, W, ...]; padding is zero."""
-        placed = values.new_zeros(len(self.rows) * self.width, *values.shape[1:])
-        return placed.index_copy(0, self.index, values).unflatten(0, (-1, self.width))
-
-
 class Student(AdaptedLayers):
-    """A PTP head on its target: adapters and layers (the embedding at the scale of the target's), in float32.
+    """A PTP head on a `vllm_mtpc.hf.Target`: adapters and layers (embedding at the scale of the target's), in float32.
 
-    Args:
-        target: a `vllm_mtpc.hf.Target`.
-        config: the head's PtpConfig.
-
-    Raises:
-        HeadConfigError: the target has other layers than full attention.
+    Raises HeadConfigError for a target with other layers than full attention.
     """
 
     def __init__(self, target: Any, config: Any) -> None:
@@ -122,13 +94,9 @@ class Student(AdaptedLayers):
         return Prefix(hidden, layers, torch.zeros_like(tokens) if documents is None else documents.to(tokens))
 
     def aux(self, prefix: Prefix, row: Tensor, start: Tensor, u: Tensor) -> Tensor:
-        """Run the rows of windows through the adapted layers; [B, n, D] after the final norm.
+        """Run the rows of windows, with u [B, n] in [0, 1), through the adapted layers; [B, n, D] after the final norm.
 
-        Args:
-            prefix: of R packed rows.
-            row: [B] int64.
-            start: [B] int64, index of the last token that a window reads.
-            u: [B, n] in [0, 1).
+        A window reads the packed row `row` [B] int64 of the prefix up to the token at index `start` [B] int64.
         """
         u = u.to(self.target.device, torch.float32)
         embeds = self.layers(u if self.config.informed else torch.full_like(u, UNUSED_U))
@@ -190,7 +158,7 @@ class Student(AdaptedLayers):
         """Return states [B, n, D] of rows embeds [B, n, D], the first one `shift` after (row [B], start [B])."""
         row, start, length = row.to(embeds.device), start.to(embeds.device), embeds.shape[1]
         context = int(start.max()) + 1  # tokens that are read
-        grid, layers = WindowGrid(row, length, context), iter(prefix.layers)
+        grid, layers = WindowGrid(row, length, context, MAX_PADDING), iter(prefix.layers)
         starts = grid.place(start)  # [G, W]
         seen = windows_mask(starts, prefix.documents[grid.rows, :context], length)
         seen[..., context:].tril_()

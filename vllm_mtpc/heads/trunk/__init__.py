@@ -7,7 +7,7 @@ from vllm_mtpc.heads.sections import Table
 TRUNKS = Table(
     "trunk",
     {
-        "none": "vllm_mtpc.heads.trunk.none:NoTrunk",
+        "none": "vllm_mtpc.heads.trunk.base:NoTrunk",
         "mlp": "vllm_mtpc.heads.trunk.mlp:MlpTrunk",
         "lora": "vllm_mtpc.heads.trunk.lora:LoraTrunk",
         "backbone": "vllm_mtpc.heads.trunk.backbone:BackboneTrunk",

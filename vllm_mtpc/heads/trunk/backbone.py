@@ -152,14 +152,9 @@ class Layer(nn.Module):
 
 
 class Backbone(nn.Module):
-    """The draft layers, without embedding and lm_head.
+    """The draft layers, which read m = `num_aux` of the target's layers, of its hidden size D; no embedding or lm_head.
 
-    Args:
-        layers: of hidden states of the target's hidden_size D.
-        hidden_size: D.
-        num_aux: m, layers of the target that are read.
-        theta: base of the rotary positions.
-        eps: of the norms.
+    `theta` is the base of the rotary positions, `eps` that of the norms.
     """
 
     def __init__(self, layers: list[Layer], hidden_size: int, num_aux: int, theta: float, eps: float) -> None:
@@ -211,7 +206,7 @@ class BackboneTrunk(Trunk):
     """Parameters: `backbone.*`."""
 
     Options = BackboneOptions
-    sees_first = needs_embedding = True
+    sees_first = needs_embedding = is_per_position = True
 
     def __init__(self, options: BackboneOptions, window: int, hidden_size: int) -> None:
         super().__init__(options, window, hidden_size)
@@ -222,10 +217,6 @@ class BackboneTrunk(Trunk):
 
     def reset_parameters(self) -> None:
         self.backbone.reset_parameters()
-
-    @property
-    def is_per_position(self) -> bool:
-        return True
 
     @property
     def num_queries(self) -> int:
@@ -249,26 +240,17 @@ class BackboneTrunk(Trunk):
     def read(self, context: Context, row: Tensor, start: Tensor, first: Tensor) -> Tensor:
         """Return the states [B, n, D] of windows; up to W of a row read its context in one pass, [groups, W, n].
 
-        Args:
-            context: of R rows of text.
-            row: [B] int64.
-            start: [B] int64, index of the last token that a window reads.
-            first: [B] int64, x_1.
+        The context is of R rows; row, start and first [B] as in `windows`.
         """
         length = int(start.max()) + 1  # of the context that is read
-        width = max(1, length // (CONTEXT_PER_QUERY * self.num_queries))
-        rank = rank_in_group(row)  # of a window among those of its row
-        groups, place = (row * len(row) + rank // width).unique(return_inverse=True)
-        rows, slot = groups // len(row), rank % width
-        grid = torch.zeros(2, len(groups), width, dtype=torch.long, device=row.device)
-        grid[:, place, slot] = torch.stack([start, first])
-        starts, firsts = grid
-        layers = [tuple(part[:, :, :length].index_select(0, rows) for part in layer) for layer in context.layers]
-        mask = windows_mask(starts, context.document[rows, :length], self.num_queries)
+        grid = WindowGrid(row, self.num_queries, length)
+        starts, queries = grid.place(start), self.queries(grid.place(first)).flatten(1, 2)
+        layers = [tuple(part[:, :, :length].index_select(0, grid.rows) for part in layer) for layer in context.layers]
+        mask = windows_mask(starts, context.document[grid.rows, :length], self.num_queries)
         steps = torch.arange(self.num_queries, device=row.device)
-        positions = context.position[rows].gather(1, starts)[..., None] + 1 + steps
-        states = self.backbone(self.queries(firsts).flatten(1, 2), positions.flatten(1), layers, mask)
-        return states.view(-1, self.num_queries, self.hidden_size).index_select(0, place * width + slot)
+        positions = context.position[grid.rows].gather(1, starts)[..., None] + 1 + steps
+        states = self.backbone(queries, positions.flatten(1), layers, mask)
+        return states.view(-1, self.num_queries, self.hidden_size).index_select(0, grid.index)
 
     def queries(self, first: Tensor) -> Tensor:
         """Return the queries [..., n, D] of windows with x_1 = first [...]: its embedding, then masks."""
@@ -285,23 +267,33 @@ class BackboneTrunk(Trunk):
         return 4 * self.num_queries * len(self.backbone.layers) * per_layer
 
 
-def rank_in_group(group: Tensor) -> Tensor:
-    """Return how many entries before each of group [B] int64 are equal to it."""
-    order, counts, rank = group.argsort(stable=True), torch.bincount(group), torch.empty_like(group)
-    rank[order] = torch.arange(len(group), device=group.device) - (counts.cumsum(0) - counts)[group[order]]
-    return rank
+class WindowGrid:
+    """Places of B windows of `length` rows in a batch of G x W: up to W windows of a packed row read it together.
+
+    row [B] int64 is the packed row of each window, of which `context` tokens are read. With more than `max_padding`
+    places for each window, every window reads alone.
+    """
+
+    def __init__(self, row: Tensor, length: int, context: int, max_padding: float = torch.inf) -> None:
+        order, counts, rank = row.argsort(stable=True), torch.bincount(row), torch.empty_like(row)
+        count, index = len(row), torch.arange(len(row), device=row.device)
+        rank[order] = index - (counts.cumsum(0) - counts)[row[order]]  # of a window among those of its row
+        self.width = max(1, min(context // (CONTEXT_PER_QUERY * length), int(rank.max()) + 1))
+        groups, place = (row * count + rank // self.width).unique(return_inverse=True)
+        self.rows, self.index = groups // count, place * self.width + rank % self.width  # [G] of packed rows, [B]
+        if len(groups) * self.width > max_padding * count:
+            self.rows, self.width, self.index = row, 1, index
+
+    def place(self, values: Tensor) -> Tensor:
+        """Return values [B, ...] of windows as [G, W, ...]; padding is zero."""
+        placed = values.new_zeros(len(self.rows) * self.width, *values.shape[1:])
+        return placed.index_copy(0, self.index, values).unflatten(0, (-1, self.width))
 
 
 def windows_mask(starts: Tensor, document: Tensor, num_queries: int) -> Tensor:
-    """Return which keys queries read: their document's context up to their window's start, and their window.
+    """Return which keys queries read [R, 1, W n, S + W n]: their document's context up to their start, their window.
 
-    Args:
-        starts: [R, W] int64, index of the last context token of each window.
-        document: [R, S], of the context.
-        num_queries: n, of a window.
-
-    Returns:
-        [R, 1, W n, S + W n] bool.
+    starts [R, W] int64: index of the last context token of each window; document [R, S]: of the context.
     """
     before = torch.arange(document.shape[1], device=starts.device) <= starts[..., None]  # [R, W, S]
     before &= document[:, None] == document.gather(1, starts)[..., None]

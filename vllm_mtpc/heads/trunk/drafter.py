@@ -16,11 +16,10 @@ from torch import Tensor
 
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads.sections import Section
-from vllm_mtpc.heads.trunk.base import Trunk, Windows
+from vllm_mtpc.heads.trunk.base import Trunk
 
 # In a list of the target's layers whose states are read: not a layer, but the drafter, whose states come in its place.
 DRAFTER = -1
-BLOCKS = ("dflash", "dspark")  # one pass gives a state for every draft
 
 
 class DrafterOptions(Section):
@@ -39,7 +38,7 @@ class DrafterOptions(Section):
     @property
     def has_block(self) -> bool:
         """Whether one pass gives a state for every draft, not for the first one alone."""
-        return self.method in BLOCKS
+        return self.method in ("dflash", "dspark")
 
     def place(self, folder: Path) -> str | None:
         """Return its checkpoint, a folder by its path from the head's or a hub name; None: the target's."""
@@ -55,22 +54,17 @@ class DrafterOptions(Section):
 
 
 class DrafterTrunk(Trunk):
-    """Returns the states of the drafter."""
+    """Returns the states of the drafter, which come before the target's."""
 
     Options = DrafterOptions
     sees_first = predicts_drafts = True
     aux_layers = (DRAFTER,)
 
-    @property
-    def is_per_position(self) -> bool:
-        return self.options.has_block
+    def __init__(self, options: DrafterOptions, window: int, hidden_size: int) -> None:
+        super().__init__(options, window, hidden_size)
+        self.is_per_position = options.has_block
 
     def forward(self, hidden: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
         """As in Trunk, for states [B, Q, D], or [B, D] where Q = 1."""
         states = hidden.reshape(len(hidden), -1, self.hidden_size)
         return states[:, 0], states
-
-    def windows(self, hidden: Tensor, document: Tensor, row: Tensor, start: Tensor, first: Tensor) -> Windows:
-        """As in Trunk; the states of the drafter come before the target's."""
-        read = hidden[row, start, : self.hidden_size]
-        return lambda some: read[some]

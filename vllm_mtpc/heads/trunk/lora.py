@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads.adapters import AdaptedLayers, Adapters, layered_backbone, sharing_copy, view_of
 from vllm_mtpc.heads.sections import Section
-from vllm_mtpc.heads.trunk.none import NoTrunk
+from vllm_mtpc.heads.trunk.base import NoTrunk
 
 ALLOWED_LAYERS = (1, 2, 4)
 
@@ -47,16 +47,10 @@ class LoraTrunk(NoTrunk):
 
 
 class LoraDraftLayers(AdaptedLayers):
-    """The last layers of a target with LoRA, its only parameters. B starts at 0: drafts read the target's own states.
+    """The last K layers of a `vllm_mtpc.hf.Target` with LoRA, its only parameters.
 
-    Args:
-        target: a `vllm_mtpc.hf.Target`.
-        layers: K, 1, 2 or 4.
-        rank: PEFT's r.
-        alpha: PEFT's lora_alpha.
-
-    Raises:
-        HeadConfigError: the target has too few layers, or they cannot be separated.
+    B starts at 0: drafts read the target's own states. Raises HeadConfigError for a target with too few layers, or with
+    layers that cannot be separated.
     """
 
     def __init__(self, target: Any, layers: int, rank: int = 16, alpha: float = 16) -> None:
@@ -68,7 +62,6 @@ class LoraDraftLayers(AdaptedLayers):
                 f"lora_layers={layers} of target {target.name} with {total} layers: allowed are fewer than {total}; "
                 "lower lora_layers"
             )
-        self.num_layers = layers
         below, last = backbone.layers[:first], backbone.layers[first:]
         skipped = [_Skip(layer) for layer in below]
         draft = view_of(backbone, [*skipped, *map(sharing_copy, last)])
@@ -96,11 +89,7 @@ class LoraDraftLayers(AdaptedLayers):
 
     @classmethod
     def load(cls, adapters: Adapters, target: Any) -> LoraDraftLayers:
-        """Return draft layers with the adapters of a head (`vllm_mtpc.checkpoint.load.read_adapters`).
-
-        Raises:
-            HeadConfigError: they are of another target.
-        """
+        """Return draft layers with the adapters of a head (`checkpoint.load.read_adapters`); raises as `take_lora`."""
         split = cls(target, adapters.num_layers, adapters.rank, adapters.alpha)
         split.take_lora(adapters.tensors)
         return split
