@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard
 
 from benchmarks.demo import demo_heads
 from tests.support.files import front_matter_of
-from vllm_mtpc.checkpoint.metadata import card_data, eval_results, license_of, target_license, weights_of
+from vllm_mtpc.checkpoint.metadata import card_data, eval_results, target_license, weights_of
 
 
 def test_known_metadata_is_read_back(tmp_path: Path) -> None:
@@ -22,7 +22,7 @@ def test_known_metadata_is_read_back(tmp_path: Path) -> None:
     assert (one.metric_type, one.metric_name, one.metric_value) == ("tokens_per_step", "Tokens/step at T=1", 2.881)
     assert (zero.metric_name, zero.metric_value, zero.dataset_type) == ("Tokens/step at T=0", 3.9, "org/text")
     (tmp_path / "README.md").write_text(str(card))
-    assert license_of(tmp_path / "README.md") == license == target_license(str(tmp_path))
+    assert target_license(str(tmp_path)) == license
 
 
 def test_unknown_metadata_is_left_out(tmp_path: Path) -> None:
@@ -46,8 +46,8 @@ def test_card_names_the_weights_that_were_trained_on(tmp_path: Path, given: str,
 )
 def test_card_without_licence(tmp_path: Path, text: str) -> None:
     (tmp_path / "README.md").write_text(text)
-    assert license_of(tmp_path / "README.md") == {}
-    assert license_of(tmp_path / "none.md") == {}
+    assert target_license(str(tmp_path)) == {}
+    assert target_license(str(tmp_path / "none")) == {}
 
 
 def test_local_file_is_not_a_hub_data_set() -> None:

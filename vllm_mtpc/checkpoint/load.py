@@ -100,19 +100,12 @@ def load_head(
         CheckpointError: A file is missing, damaged, or of another shape.
         HeadConfigError: The config is not valid.
     """
-    folder = Path(folder)
-    config = read_circuit_config(folder)
-    tensors, _ = _read_head(folder, config)
-    with torch.device("meta"):
-        head = build_head(config)
-    tensors = {
-        name: tensor.to(device, dtype if tensor.is_floating_point() else None) for name, tensor in tensors.items()
-    }
-    head.load_state_dict(tensors, assign=True)
-    return config, head.eval().requires_grad_(False)
+    config = read_circuit_config(Path(folder))
+    head, _ = _read_head(Path(folder), config)
+    return config, head.to(device, dtype).eval().requires_grad_(False)
 
 
-def _read_head(folder: Path, config: HeadConfig) -> tuple[dict[str, Tensor], Adapters | None]:
+def _read_head(folder: Path, config: HeadConfig) -> tuple[Head, Adapters | None]:
     file = require_weights(folder, WEIGHTS_FILE)
     with torch.device("meta"):
         head = build_head(config)
@@ -124,10 +117,10 @@ def _read_head(folder: Path, config: HeadConfig) -> tuple[dict[str, Tensor], Ada
         meta = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         check_shapes(file, shapes_of(upgrade_tensors(meta, sees_first)), expected, source)
 
-    tensors = upgrade_tensors(read_tensors(file, check), sees_first)
+    head.load_state_dict(upgrade_tensors(read_tensors(file, check), sees_first), assign=True)
     if config.draft_vocab_size:
-        check_vocabulary(file, tensors["d2t"], tensors["t2d"])
-    return tensors, read_adapters(folder, config) if config.lora_layers else None
+        check_vocabulary(file, head.d2t, head.t2d)
+    return head, read_adapters(folder, config) if config.lora_layers else None
 
 
 def check_vocabulary(file: Path, d2t: Tensor, t2d: Tensor) -> None:
@@ -142,8 +135,7 @@ def check_vocabulary(file: Path, d2t: Tensor, t2d: Tensor) -> None:
 def read_tensors(file: Path, check: Callable[[Shapes], None]) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file, memory-mapped; `check` gets the header's shapes before any is read.
 
-    Raises:
-        CheckpointError: By `check`, or unless all are finite floats.
+    Raises CheckpointError unless all are finite floats.
     """
     with open_tensors(file) as handle:
         names = sorted(handle.keys())
@@ -168,11 +160,7 @@ def check_values(file: Path, name: str, tensor: Tensor, dtypes: Collection[torch
 def check_shapes(file: Path, shapes: Shapes, expected: Mapping[str, tuple[int | None, ...]], source: str) -> None:
     """Raise CheckpointError unless a file has exactly the expected tensors.
 
-    Args:
-        file: Named in errors.
-        shapes: Of the tensors in the file.
-        expected: Of the tensors that it must have; None: any size.
-        source: The settings that `expected` follows from, for errors.
+    None in a shape of `expected` is any size. `source` names the settings that `expected` follows from, for errors.
     """
     missing, extra = sorted(expected.keys() - shapes.keys()), sorted(shapes.keys() - expected.keys())
     if missing:
@@ -198,8 +186,7 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 def read_adapters(folder: Path, config: AnyHeadConfig) -> Adapters:
     """Read PEFT's files of a head: A [rank, in] and B [out, rank] of each module of a PTP head's, or draft layers.
 
-    Raises:
-        CheckpointError: A file is missing or damaged, or the adapters are not those the head was saved with.
+    Raises CheckpointError for a missing or damaged file, and for adapters that the head was not saved with.
     """
     weights, count = (WEIGHTS_FILE, config.lora_layers) if isinstance(config, HeadConfig) else (U_EMBED_FILE, None)
     for name in ADAPTER_FILES:
@@ -251,17 +238,13 @@ def module_names(names: Iterable[str]) -> list[str]:
 
 
 class Shards:
-    """The tensors of a model's folder; raises CheckpointError without a readable file or index with plain names.
-
-    Attributes:
-        files: The file of each tensor.
-    """
+    """The tensors of a model's folder; raises CheckpointError without a readable file or index with plain names."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, index = folder, folder / INDEX_FILE
         if not index.exists():
             with open_tensors(folder / WEIGHTS_FILE) as handle:
-                self.files = dict.fromkeys(handle.keys(), folder / WEIGHTS_FILE)
+                self.files = dict.fromkeys(handle.keys(), folder / WEIGHTS_FILE)  # of each tensor
             return
         named = read_json(index, MAX_INDEX).get("weight_map")
         if not isinstance(named, dict) or not named:

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from huggingface_hub import EvalResult, ModelCardData, hf_hub_download
 from huggingface_hub.repocard import metadata_load
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -77,32 +76,24 @@ def read_figures(folder: Path) -> dict[str, Figures]:
         return {}
 
 
-def license_of(card: Path) -> dict[str, Any]:
-    """Return those of LICENSE_KEYS that a card has; empty without a licence or a readable card."""
-    found = _metadata(card)
+def target_license(target: str) -> dict[str, Any]:
+    """Return those of LICENSE_KEYS that the card of a target has, in its folder or the hub's cache; empty: none."""
+    found = _metadata(target)
     known = found.get("license") not in (None, "unknown")
     return {key: found[key] for key in LICENSE_KEYS if key in found} if known else {}
 
 
-def _metadata(card: Path) -> dict[str, Any]:
+def _metadata(target: str) -> dict[str, Any]:
     try:
+        in_folder = os.path.isdir(target)
+        card = Path(target, "README.md") if in_folder else hf_hub_download(target, "README.md", local_files_only=True)
         return metadata_load(card) or {}
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-
-
-def target_license(target: str) -> dict[str, Any]:
-    """`license_of` the card of a target, in its folder or in the hub's cache."""
-    if os.path.isdir(target):
-        return license_of(Path(target) / "README.md")
-    try:
-        return license_of(Path(hf_hub_download(target, "README.md", local_files_only=True)))
-    except Exception:  # the hub client raises many types; a head needs no licence
+    except Exception:  # the hub client and YAML raise many types; a head needs no card of its target
         return {}
 
 
 def weights_of(target: str) -> str:
     """Return what the card in a target's folder says of its weights, as "ORG/NAME, quantized"; empty: nothing."""
-    found = _metadata(Path(target) / "README.md")
+    found = _metadata(target) if os.path.isdir(target) else {}
     parts = [found.get(key) for key in ("base_model", "base_model_relation")]
     return ", ".join(part for part in parts if isinstance(part, str))

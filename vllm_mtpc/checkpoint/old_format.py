@@ -24,11 +24,7 @@ OF_POSITIONS = ("component_in", "component_out")  # had a row for x_1, which the
 
 
 def upgrade_config(values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the config of a head of format 2 in today's form; others as they are.
-
-    Raises:
-        CheckpointError: the kind of head is no longer served.
-    """
+    """Return the config of a head of format 2 in today's form, others as they are; CheckpointError: an unknown head."""
     if values.get("format_version") != VERSION or values.get("speculators_model_type") != "mtpc":
         return values
     if (kind := values.get("head")) not in PARTS:
@@ -43,12 +39,8 @@ def upgrade_config(values: dict[str, Any], folder: Path) -> dict[str, Any]:
         trunk |= values.get("drafter") or {}
     elif layers := values.get("lora_layers"):
         adapters = read_json(folder / ADAPTER_CONFIG_FILE)
-        trunk = {
-            "kind": "lora",
-            "layers": layers,
-            "rank": adapters.get("r"),
-            "alpha": float(adapters.get("lora_alpha") or 0),
-        }
+        rank, alpha = adapters.get("r"), float(adapters.get("lora_alpha") or 0)
+        trunk = {"kind": "lora", "layers": layers, "rank": rank, "alpha": alpha}
     leaves: dict[str, Any] = {"kind": leaves_kind, "token_rank": values.get("token_rank", 0)}
     if leaves_kind == "lm_head":
         leaves |= {name: values.get(name, 0) for name in RANKS}

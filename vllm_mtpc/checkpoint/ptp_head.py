@@ -28,14 +28,7 @@ IDENTITY = {"variant", "u_embedding"}  # settings that no shape shows
 def save_ptp(
     folder: Path | str, head: PtpHead, provenance: dict[str, Any], card: str, dtype: torch.dtype = torch.float16
 ) -> None:
-    """Write the folder of a PTP head as `vllm_mtpc.checkpoint.save_head`.
-
-    Args:
-        folder: Of the head.
-        head: Of float tensors.
-        provenance: For `provenance.json`.
-        card: The text of `README.md`.
-        dtype: Of the tensors on disk.
+    """Write the folder of a PTP head, of float tensors; arguments as in `vllm_mtpc.checkpoint.save_head`.
 
     Raises:
         CheckpointError: `load_ptp` would reject the weights. Nothing is written.
@@ -57,9 +50,9 @@ def load_ptp(folder: Path | str, dtype: torch.dtype = torch.float32, device: tor
     adapters, stored = _read(folder, config)
     with torch.device("meta"):
         layers = PtpLayers(config).eval().requires_grad_(False)
-    layers.load_state_dict({name: value.to(device, dtype) for name, value in stored.items()}, assign=True)
+    layers.load_state_dict(stored, assign=True)
     lora = {name: value.to(device, dtype) for name, value in adapters.tensors.items()}
-    return PtpHead(config, lora, layers)
+    return PtpHead(config, lora, layers.to(device, dtype))
 
 
 def load_student(folder: Path | str, target: Any) -> Student:

@@ -6,6 +6,7 @@ import json
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import reduce
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,15 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from vllm_mtpc.checkpoint.load import ADAPTER_DIGEST, ADAPTER_FILES, adapter_digest
-from vllm_mtpc.checkpoint.locate import CONFIG_FILE, PROVENANCE_FILE, U_EMBED_FILE, WEIGHTS_FILE
+from vllm_mtpc.checkpoint.load import ADAPTER_DIGEST, ADAPTER_FILES, adapter_digest, check_shapes, shapes_of
+from vllm_mtpc.checkpoint.locate import CONFIG_FILE, PROVENANCE_FILE, U_EMBED_FILE, WEIGHTS_FILE, hub_name
+from vllm_mtpc.checkpoint.metadata import card_data
 from vllm_mtpc.config.base import AnyHeadConfig
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.files import replacing
 from vllm_mtpc.heads.adapters import Adapters
-from vllm_mtpc.heads.head import Head
+from vllm_mtpc.heads.head import Head, build_head
 
 
 def save_head(
@@ -35,14 +37,8 @@ def save_head(
 ) -> None:
     """Write the folder of an MtPC head. Files of an earlier head are replaced once all new ones are complete.
 
-    Args:
-        folder: Created if it does not exist.
-        config: Of the head.
-        head: Its state dict is saved.
-        provenance: For `provenance.json`; package versions are added.
-        card: The text of `README.md`.
-        dtype: Of the head's tensors on disk. Adapters are saved in float32.
-        adapters: Of the draft layers that the head was trained with, `config.lora_layers` of them.
+    `card` is the text of `README.md`, `provenance` that of `provenance.json`, without package versions. `dtype` is that
+    of the head's tensors on disk; `adapters` of the `config.lora_layers` draft layers are saved in float32.
 
     Raises:
         CheckpointError: `load_head` would reject the weights. Nothing is written.
@@ -55,6 +51,34 @@ def save_head(
     if adapters:
         adapters = adapters._replace(tensors=to_save(folder, adapters.tensors, torch.float32))
     write_folder(folder, WEIGHTS_FILE, tensors, adapters, config, provenance, card)
+
+
+def save_converted(
+    out: Path,
+    config: HeadConfig,
+    tensors: Mapping[str, Tensor],
+    title: str,
+    record: dict[str, Any],
+    adapters: Adapters | None = None,
+) -> None:
+    """Write the MtPC head that a conversion gives, in the narrowest dtype that stores all of its tensors exactly.
+
+    float64 becomes float32. `title` is that of the card; "from" of `record`, the provenance, names the checkpoint.
+    Raises CheckpointError for tensors of other names or shapes than the config's.
+    """
+    with torch.device("meta"):
+        head = build_head(config)
+    check_shapes(out, shapes_of(tensors), shapes_of(head.state_dict()), f"{CONFIG_FILE} and the target")
+    head.load_state_dict(tensors, assign=True)
+    dtype = reduce(torch.promote_types, {tensor.dtype for tensor in tensors.values()} or {torch.float16})
+    dtype = dtype if dtype in (torch.float16, torch.bfloat16) else torch.float32
+    target = config.speculators_config.verifier.name_or_path
+    card = (
+        f"---\n{card_data(['mtpc', 'speculative-decoding'], hub_name(target)).to_yaml()}\n---\n\n# {title}\n\n"
+        f"Converted from `{record['from']}` by `vllm-mtpc convert`; target `{target}`. Drafts do not change the "
+        "target's output distribution.\n"
+    )
+    save_head(out, config, head, {"converted": record}, card, dtype, adapters)
 
 
 def to_save(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

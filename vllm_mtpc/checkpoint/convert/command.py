@@ -1,8 +1,7 @@
 """`vllm-mtpc convert`: make a head folder of a checkpoint that was trained elsewhere.
 
 A file is an MtPC checkpoint, with a config.yaml next to it (mtpc_checkpoint.py). DFlash, DSpark and EAGLE-3 drafters
-are folders whose weights vLLM reads (drafter.py). The target itself as the checkpoint gives its own prediction heads
-(token_heads.py).
+are folders whose weights vLLM reads; the target itself as the checkpoint gives its own prediction heads (drafter.py).
 """
 
 from __future__ import annotations
@@ -37,9 +36,8 @@ def convert(options: ConvertOptions) -> str:
 
     Raises CheckpointError or HeadConfigError for a checkpoint that is not known, or that a head cannot have.
     """
-    from vllm_mtpc.checkpoint.convert.drafter import convert_drafter
+    from vllm_mtpc.checkpoint.convert.drafter import convert_drafter, convert_token_heads
     from vllm_mtpc.checkpoint.convert.mtpc_checkpoint import convert_mtpc
-    from vllm_mtpc.checkpoint.convert.token_heads import convert_token_heads
 
     check_out(options.out)
     is_target = os.path.realpath(options.ckpt) == os.path.realpath(options.target)

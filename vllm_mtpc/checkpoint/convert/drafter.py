@@ -1,10 +1,15 @@
-"""Make a head of kind `hosted` that names a DFlash, DSpark or EAGLE-3 checkpoint, which vLLM loads and runs.
+"""Make heads of what other models have: drafters that vLLM runs, and the prediction heads of a target.
 
-The head is ff, untrained: it drafts what vLLM's own speculator of the checkpoint drafts. DSpark's Markov head becomes
-its token_source [V, R] and token_target [n - 1, R, V], equal at all positions. vLLM validates the checkpoint.
+`convert_drafter` names a DFlash, DSpark or EAGLE-3 checkpoint, which vLLM loads, validates and runs. The head is ff,
+untrained: it drafts what vLLM's own speculator of the checkpoint drafts. DSpark's Markov head becomes its token_source
+[V, R] and token_target [n - 1, R, V], equal at all positions.
 
 A block of b queries drafts b tokens if sampling starts at the anchor (the default of DSpark's own layout), else b - 1,
 because the first query is x_1. EAGLE-3 drafts one token.
+
+`convert_token_heads`: EvaByte predicts eight bytes at once: rows [V i, V (i + 1)) of its lm_head are for token i + 1
+after the last. They form a fully factorised circuit of one component. Serving takes x_1 from the first, the target, and
+drafts from the others.
 """
 
 from __future__ import annotations
@@ -15,16 +20,17 @@ from typing import Any
 from pydantic import AliasPath, BaseModel, Field
 
 from vllm_mtpc.checkpoint.convert.source import ConvertOptions, target_config
-from vllm_mtpc.checkpoint.convert.write import save_converted
 from vllm_mtpc.checkpoint.load import Shards
 from vllm_mtpc.checkpoint.locate import CONFIG_FILE, verifier_name
+from vllm_mtpc.checkpoint.save import save_converted
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import CheckpointError, validate
 from vllm_mtpc.files import read_json
 from vllm_mtpc.heads.head import build_head
 
+LM_HEAD = "lm_head.weight"
 MARKOV = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
-METHODS = {"eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}  # by a part of the class name
+METHODS = ("eagle3", "dflash", "dspark")  # vLLM's, which are parts of class names
 
 
 class DrafterConfig(BaseModel):
@@ -43,7 +49,7 @@ class DrafterConfig(BaseModel):
     def method(self) -> str | None:
         """VLLM's method of the drafter."""
         name = (self.speculators_model_type or " ".join(self.architectures)).lower()
-        return next((method for part, method in METHODS.items() if part in name), None)
+        return next((method for method in METHODS if method in name), None)
 
     @property
     def window(self) -> int:
@@ -89,3 +95,23 @@ def convert_drafter(options: ConvertOptions, label: str, given: str) -> str:
     title = f"{drafter.method} drafter of vLLM, window {config.window}"
     save_converted(options.out, config, tensors, title, {"from": label, "drafter": drafter.method})
     return f"{config.circuit.kind}, hosted on {drafter.method}, window {config.window}"
+
+
+def convert_token_heads(options: ConvertOptions, label: str) -> str:
+    """Convert the target in `options.ckpt` as `convert`; raises CheckpointError unless it has several heads."""
+    target: Any = read_json(options.ckpt / CONFIG_FILE)
+    weight = Shards(options.ckpt).read(LM_HEAD)
+    hidden_size, vocab_size = target.get("hidden_size"), target.get("vocab_size")
+    is_matrix = weight.dim() == 2 and type(vocab_size) is int and vocab_size > 0
+    heads = len(weight) // vocab_size if is_matrix else 0
+    if heads < 2 or tuple(weight.shape) != (heads * vocab_size, hidden_size):
+        found = f"{'x'.join(map(str, weight.shape))} with vocab_size={vocab_size}, hidden_size={hidden_size}"
+        raise CheckpointError(
+            f"{options.target}: {LM_HEAD} is {found}; allowed: 2 or more times vocab_size rows; train a head"
+        )
+    parts: dict[str, Any] = {"circuit": "ff", "trunk": {"kind": "none"}, "leaves": {"kind": "own"}}
+    config = HeadConfig.create(window=heads, target=target, verifier=options.verifier, **parts)
+    title = f"ff head of {heads} prediction heads"
+    leaf = {"leaves.leaf_weight": weight.view(heads, 1, vocab_size, hidden_size)}
+    save_converted(options.out, config, leaf, title, {"from": f"{LM_HEAD} of {label}"})
+    return f"ff, window {config.window}"

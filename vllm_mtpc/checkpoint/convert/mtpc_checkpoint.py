@@ -22,17 +22,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from vllm_mtpc.checkpoint.convert import source
 from vllm_mtpc.checkpoint.convert.source import SETTINGS_FILE, ConvertOptions
-from vllm_mtpc.checkpoint.convert.write import save_converted
 from vllm_mtpc.checkpoint.load import check_adapter_shapes, check_shapes, check_values, module_names, shapes_of
+from vllm_mtpc.checkpoint.save import save_converted
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import CheckpointError, Model, printable, validate
 from vllm_mtpc.files import read_yaml
 from vllm_mtpc.heads.adapters import Adapters
+from vllm_mtpc.heads.sections import Section
 from vllm_mtpc.heads.trunk.lora import ALLOWED_LAYERS
 
 LEAF = "mt_head._categorical_log_probs_heads.0.head.proj"
@@ -51,11 +52,7 @@ IGNORED |= {"expander_n_layer", "expander_use_skip", "freeze_vocab_unembedding",
 IGNORED |= {"lora_dropout", "target_modules"}
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class CircuitSettings(_Section):
+class CircuitSettings(Section):
     """circuit.model. Other kinds (random-btree) have no order of positions."""
 
     kind: Literal["fully-factorized", "cp", "hmm", "btree"] = "cp"
@@ -70,7 +67,7 @@ class CircuitSettings(_Section):
         return "ff" if is_ff else self.kind
 
 
-class HeadSettings(_Section):
+class HeadSettings(Section):
     """mt_head.hyperparameters."""
 
     type: Literal["evabyte"]
@@ -79,7 +76,7 @@ class HeadSettings(_Section):
     init_hmm_identity: bool = False
 
 
-class AdapterSettings(_Section):
+class AdapterSettings(Section):
     """adaptor.hyperparameters."""
 
     r: int = Field(ge=1)
@@ -104,17 +101,12 @@ def convert_mtpc(options: ConvertOptions, label: str) -> str:
     given, lora = sort_tensors(path, state)
     tensors = order_tensors(path, circuit, expander, given, target)
     stated = read_section(file, settings, "adaptor.hyperparameters", AdapterSettings)
-    adapters = _read_adapters(path, lora, stated, target)
+    trunk: dict[str, Any] = {"kind": "none"}
+    if adapters := _read_adapters(path, lora, stated, target):
+        trunk = {"kind": "lora", "layers": adapters.num_layers, "rank": adapters.rank, "alpha": float(adapters.alpha)}
     n, r = circuit.n_token, circuit.n_component
-    config = HeadConfig.create(
-        circuit=circuit.name,
-        window=n,
-        num_components=r,
-        trunk=lora_section(adapters),
-        leaves={"kind": "own"},
-        target=target,
-        verifier=options.verifier,
-    )
+    parts: dict[str, Any] = {"circuit": circuit.name, "num_components": r, "trunk": trunk, "leaves": {"kind": "own"}}
+    config = HeadConfig.create(window=n, target=target, verifier=options.verifier, **parts)
     trained_on = resolve(settings, "${lm.model.from_huggingface}")
     record: dict[str, Any] = {"from": label, "trained_on": printable(str(trained_on), 300)}
     if isinstance(step := content.get("global_step"), int):
@@ -122,13 +114,6 @@ def convert_mtpc(options: ConvertOptions, label: str) -> str:
     save_converted(options.out, config, tensors, f"MtPC head: {circuit.name}, n={n}, r={r}", record, adapters)
     layers = f", {config.lora_layers} draft layers" if config.lora_layers else ""
     return f"{circuit.name}, window {n}, {r} components{layers}"
-
-
-def lora_section(adapters: Adapters | None) -> dict[str, Any]:
-    """Return the trunk of a head with these adapters."""
-    if adapters is None:
-        return {"kind": "none"}
-    return {"kind": "lora", "layers": adapters.num_layers, "rank": adapters.rank, "alpha": float(adapters.alpha)}
 
 
 def resolve(settings: Mapping[str, Any], value: Any) -> Any:
@@ -174,10 +159,9 @@ def sort_tensors(path: Path, state: Mapping[str, Any]) -> tuple[dict[str, Tensor
 def order_tensors(
     path: Path, circuit: CircuitSettings, expander: HeadSettings, given: Mapping[str, Tensor], target: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return a head's tensors of those `given` by a checkpoint.
+    """Return a head's tensors, as far as the circuit has them, of those `given` by a checkpoint.
 
-    leaves.leaf_weight [n, r, V, D], root_weight [r, D], inner_weight [F, r, r, D] and inner_bias [F, r, r], as far as
-    the circuit has them. Raises CheckpointError for tensors of another circuit or target.
+    Raises CheckpointError for tensors of another circuit or target.
     """
     n, r, width = circuit.n_token, circuit.n_component, target["hidden_size"]
     sums, is_hmm = _sum_shapes(path, circuit.name, n, r), circuit.name == "hmm"
