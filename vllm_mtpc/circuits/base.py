@@ -185,13 +185,8 @@ class Circuit(ABC):
     def multiply(self, root: Tensor, inner: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sums of the circuit times prod_k exp(scores[k, z]), z the latent of token k, by one upward pass.
 
-        Args:
-            root: [B, r], log-probabilities.
-            inner: [B, F, r, r], log-probabilities.
-            scores: [B, m, r], m <= n.
-
-        Returns:
-            The logits of root and inner; the log-sum of the former is that of the product over all latents.
+        From log-probabilities root [B, r] and inner [B, F, r, r], and scores [B, m, r], m <= n: the logits of root and
+        inner. The log-sum of the former is that of the product over all latents.
         """
         parents, reads = self.latents
         values = [torch.zeros_like(root)] * (self.num_inner + 1)  # of the tokens below each latent
@@ -239,20 +234,11 @@ def evidence_of(leaf: Tensor, tokens: Tensor) -> Tensor:
 def condition_on_before(
     evidence: Tensor, leaf: Tensor, biases: Tensor, tokens: Tensor, params: CircuitParams
 ) -> tuple[Tensor, Tensor]:
-    """Return the evidence along tokens where leaves are conditioned on the token before; normaliser: a matrix product.
+    """Return evidence [B, m, r] where leaves are conditioned on the token before, and log-normalisers [B, m - 1, r].
 
-    Args:
-        evidence: [B, m, r] without the token before.
-        leaf: [B, m - 1, r, V], probabilities p(x_k | z) from the second position on.
-        biases: [B, m - 1, V], added to their logarithms.
-        tokens: [B, m] int64; -1 marginalises a position.
-        params: whose vocabulary the leaves have.
-
-    Returns:
-        The evidence [B, m, r], and the log-normalisers [B, m - 1, r].
-
-    Raises:
-        ValueError: a token follows a marginalised one.
+    The evidence given is without the token before. `biases` [B, m - 1, V] are added to the logarithms of the leaves
+    [B, m - 1, r, V], probabilities p(x_k | z) from the second position on; normalisers are a matrix product. Raises
+    ValueError for a token after a marginalised one (-1) in tokens [B, m].
     """
     _check_known(tokens[:, :-1].masked_fill(tokens[:, 1:] < 0, 0))
     columns = params.columns_of(tokens[:, 1:])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field
 
 from vllm_mtpc.circuits import CIRCUITS, get_circuit
 from vllm_mtpc.config.base import AnyHeadConfig
@@ -31,19 +31,9 @@ class HeadConfig(AnyHeadConfig):
     speculators_model_type: Literal["mtpc"] = Field(description="The vLLM method this head is served with.")
     draft_sample_method: Literal["probabilistic", "greedy"] = Field(description="How drafts are picked by default.")
     circuit: CircuitSection = Field(description="Structure over the window.")
-    trunk: Any = Field(description="From what the target computed to the states of the window.")
-    leaves: Any = Field(description="From states to log-probabilities.")
+    trunk: Annotated[Any, BeforeValidator(TRUNKS.parse)] = Field(description="The states that leaves read.")
+    leaves: Annotated[Any, BeforeValidator(LEAVES.parse)] = Field(description="From states to log-probabilities.")
     draft_vocab_size: int | None = Field(None, ge=1, le=2**22, description="Number of ids in d2t; absent: all ids.")
-
-    @field_validator("trunk", mode="before")
-    @classmethod
-    def _parse_trunk(cls, values: Any) -> Any:
-        return TRUNKS.parse(values)
-
-    @field_validator("leaves", mode="before")
-    @classmethod
-    def _parse_leaves(cls, values: Any) -> Any:
-        return LEAVES.parse(values)
 
     def rows(self) -> Iterator[tuple[object, str]]:
         yield from super().rows()

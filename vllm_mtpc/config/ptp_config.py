@@ -11,7 +11,6 @@ from pydantic import Field, field_validator
 from vllm_mtpc.config.base import AnyHeadConfig
 from vllm_mtpc.heads.sections import MAX_WIDTH
 
-MAX_WINDOW = 256
 LATE_OPTIONS = ("late_width", "distribution_trust")  # options of variant late alone
 TRUST = 0.85  # default; 0.8 to 0.87 gave the same tokens/step on the demo
 SUM_TOLERANCE = 1e-4  # of the sum of `accepted`, which is written in decimals
@@ -30,25 +29,18 @@ class PtpConfig(AnyHeadConfig):
         "network that drafts token by token, from whose distributions u picks; independent, the baseline, the argmax "
         "of rows that carry 0.5."
     )
-    window: int = Field(ge=2, le=MAX_WINDOW, description="n, auxiliary rows; at most n - 1 drafts.")
+    window: int = Field(ge=2, le=256, description="n, auxiliary rows; at most n - 1 drafts.")
     u_embedding: str = Field(description="The embedding of u (vllm_mtpc.heads.ptp.layers).")
     u_features: int = Field(ge=1, le=4096, description="n, features of the embedding.")
-    late_width: int | None = Field(
-        None, ge=1, le=MAX_WIDTH, description="Variant late: width of its network, after the final norm."
-    )
+    late_width: int | None = Field(None, ge=1, le=MAX_WIDTH, description="Variant late: width of its network.")
     distribution_trust: float | None = Field(
-        None,
-        gt=0,
-        lt=1,
-        description="Variant late: trust in its distributions when u picks the draft from them "
-        "(vllm_mtpc.heads.ptp.distribution).",
+        None, gt=0, lt=1, description="Variant late: trust in its distributions (vllm_mtpc.heads.ptp.distribution)."
     )
     lora_rank: int = Field(ge=1, le=MAX_WIDTH, description="r of the adapters of every layer of the target.")
     lora_alpha: float = Field(gt=0, allow_inf_nan=False, description="The adapters' update is alpha / r * B A.")
+    # P(exactly g of the n - 1 drafts are accepted), g = 0 to n - 1; a tuple is as good
     accepted: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] | None = Field(
-        None,
-        strict=False,  # a tuple is as good
-        description="P(exactly g of the n - 1 drafts are accepted), g = 0 to n - 1, measured; absent: not measured.",
+        None, strict=False, description="P(exactly g drafts are accepted), g = 0 to n - 1; absent: not measured."
     )
 
     @field_validator("u_embedding")

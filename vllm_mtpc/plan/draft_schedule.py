@@ -65,14 +65,10 @@ def prior_costs(
     products: float | None = None,
     is_exact: bool = False,
 ) -> Floats:
-    """Return the expected cost of a step that verifies and drafts K, [max_num_seqs + 1, A]; only ratios count.
+    """Return the expected cost of a step that verifies and drafts K of `arms`, [max_num_seqs + 1, A]; ratios count.
 
-    Args:
-        arms: the K.
-        ranges: the most drafts by batch size; others cost infinity.
-        is_exact: whether fewer drafts than the most, but not 0, cost infinity too.
-        load: see `relative_load`.
-        products: see `target_products`, on a CPU; None: a roofline, in times that the target's weights take to read.
+    More drafts than `ranges` allows cost infinity; `is_exact`: fewer, but not 0, too. load: see `relative_load`;
+    products: `target_products`, on a CPU; None: a roofline, in times that the target's weights take to read.
     """
     most = expand_schedule(ranges, max_num_seqs, max(arms))
 
@@ -90,12 +86,8 @@ def prior_costs(
 def expand_schedule(ranges: Schedule | None, max_num_seqs: int, num_drafts: int) -> list[int]:
     """Return the number of drafts of each batch size up to max_num_seqs, as vLLM's scheduler looks them up.
 
-    Args:
-        ranges: a schedule from batch size 1 on; a gap between two ranges belongs to the first of them. None:
-            `num_drafts` at every batch size.
-
-    Returns:
-        max_num_seqs + 1 numbers; the one at index 0 is unused.
+    The schedule begins at batch size 1; a gap between two ranges belongs to the first of them. None: `num_drafts` at
+    every batch size. The number at index 0 is unused.
     """
     ranges = ranges or [(1, max_num_seqs, num_drafts)]
     table = [0]

@@ -102,11 +102,8 @@ def shrink(accepted: Floats, verified: Floats, prior: Floats) -> Floats:
 class OnlinePlan:
     """The plan of one scheduler.
 
-    Args:
-        arms: numbers of drafts to choose from, increasing from 0.
-        prior: [max_num_seqs + 1, A], seconds of a step by its number of requests and K; infinite where K is not
-            allowed. Only proportions matter.
-        card: [2, K], see `card_rates`.
+    `arms` are the numbers of drafts to choose from, increasing from 0. `prior` [max_num_seqs + 1, A]: seconds of a step
+    by its number of requests and K; infinite where K is not allowed; only proportions matter. card: see `card_rates`.
     """
 
     def __init__(self, arms: Sequence[int], prior: Floats, card: Floats) -> None:
@@ -148,14 +145,10 @@ class OnlinePlan:
         outcomes: Iterable[tuple[int, int, int]] = (),
         is_sampled: bool = True,
     ) -> bool:
-        """Learn from a step of the engine; return whether `update` is due.
+        """Learn from a step of the engine, `seconds` after the end of the step before; return whether `update` is due.
 
-        Args:
-            seconds: since the end of the step before.
-            verified, drafted: K of this step.
-            is_decoding: whether the step, and the one before, read no prompt.
-            outcomes: (class, verified drafts, accepted drafts) of each request with drafts.
-            is_sampled: whether a request is sampled.
+        verified, drafted: K of this step. is_decoding: the step, and the one before, read no prompt. outcomes: (class,
+        verified drafts, accepted drafts) of each request with drafts. is_sampled: a request is sampled.
         """
         self.acceptance.observe(outcomes)
         if is_sampled != self.is_sampled:
@@ -180,9 +173,8 @@ class OnlinePlan:
     def update(self, requests: Floats, batch: int, shared: float = 0.0) -> None:
         """Choose K for all batch sizes; end a trial and begin one for this batch size.
 
-        Args:
-            requests: [CLASSES], numbers of running requests.
-            shared: seconds of a step that are the same for all arms and not in the prior (the KV cache is read).
+        requests: [CLASSES], numbers of running ones; shared: seconds of a step that are the same for all arms and not
+        in the prior (the KV cache is read).
         """
         self.acceptance.update()
         self.shared = shared
