@@ -22,7 +22,7 @@ from transformers import (
 
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.hf import attention
-from vllm_mtpc.hf.attention import IMPLEMENTATIONS, Packing, check_packing, choose_attention, packed_arguments
+from vllm_mtpc.hf.attention import IMPLEMENTATIONS, check_packing, choose_attention, document_masks, packed_arguments
 
 IMPLEMENTATION = IMPLEMENTATIONS["xformers"]
 VOCAB = 31
@@ -94,7 +94,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
         module.__spec__, module.__path__ = importlib.machinery.ModuleSpec(name, None), []
         monkeypatch.setitem(sys.modules, name, module)
     AttentionInterface.register(IMPLEMENTATION, attention.xformers_attention)  # choose_attention does it, on CUDA only
-    AttentionMaskInterface.register(IMPLEMENTATION, attention.DeferredMask)
+    AttentionMaskInterface.register(IMPLEMENTATION, attention.deferred_mask)
     return ops
 
 
@@ -178,7 +178,7 @@ def test_without_a_kernel_pytorch_computes_the_same(
 
 def test_soft_caps_and_sinks_do_not_reach_xformers(stand_in: types.ModuleType) -> None:
     x = torch.randn(1, 2, 5, 8)
-    packing = Packing([2, 3], torch.device("cpu"))
+    packing = document_masks([2, 3], torch.device("cpu"))
     for special in ({"softcap": 5.0}, {"s_aux": torch.zeros(2)}):
         attention.xformers_attention(nn.Module(), x, x, x, None, packing=packing, **special)
     assert stand_in.calls == 0

@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import warnings
-from functools import cached_property
+from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,11 +26,7 @@ IMPLEMENTATIONS = {"torch": "sdpa", "xformers": "mtpc_xformers"}  # transformers
 
 
 def choose_attention(name: str, device: torch.device | str) -> str:
-    """Return the attention for a device: "torch" or "xformers"; `auto` is xformers where it can run.
-
-    Raises:
-        UsageError: xformers cannot run.
-    """
+    """Return "torch" or "xformers" for a device; `auto`: xformers if it can run. UsageError: "xformers" cannot run."""
     obstacle = None if name == "torch" else _obstacle(torch.device(device))
     if name == "xformers" and obstacle:
         raise UsageError(f"attention 'xformers' cannot be used: {obstacle}")
@@ -38,25 +35,21 @@ def choose_attention(name: str, device: torch.device | str) -> str:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(IMPLEMENTATIONS["xformers"], xformers_attention)
-    AttentionMaskInterface.register(IMPLEMENTATIONS["xformers"], DeferredMask)
+    AttentionMaskInterface.register(IMPLEMENTATIONS["xformers"], deferred_mask)
     return "xformers"
 
 
 def packed_arguments(documents: Tensor, attention: str) -> dict[str, Any]:
     """Return keyword arguments of a transformers backbone that keep the documents of packed rows apart.
 
-    Needs `use_cache=False` and no attention mask.
-
-    Args:
-        documents: [B, S] integers, the document of each token; tokens of a document are contiguous. -1: padding at the
-            end, treated as one more document.
-        attention: "torch" or "xformers".
+    Needs `use_cache=False` and no attention mask. Tokens of a document [B, S] are contiguous; -1: padding at the end,
+    treated as one more document. `attention` as `choose_attention` returns it.
     """
     arguments: dict[str, Any] = {"position_ids": (positions := document_positions(documents))}
     if attention == "xformers":
         starts = (positions == 0).flatten().nonzero()[:, 0].tolist()
         lengths = [end - start for start, end in itertools.pairwise([*starts, documents.numel()])]
-        arguments["packing"] = Packing(lengths, documents.device)
+        arguments["packing"] = document_masks(lengths, documents.device)
     return arguments
 
 
@@ -79,36 +72,28 @@ def check_packing(backbone: nn.Module, attention: str, device: torch.device | st
         )
 
 
-class Packing:
-    """Lengths of the documents in the flattened rows, as xformers' mask; built once per forward."""
+def document_masks(lengths: list[int], device: torch.device) -> Callable[[int | None], BlockDiagonalCausalMask]:
+    """Return xformers' mask by sliding window for documents of these lengths in the flattened rows, built once each.
 
-    def __init__(self, lengths: list[int], device: torch.device) -> None:
-        self.lengths, self.device = lengths, device
-        self._masks: dict[int | None, BlockDiagonalCausalMask] = {}
+    Token i of a document reads its tokens j <= i; with a sliding window only those with j > i - window.
+    """
 
-    def mask(self, sliding_window: int | None) -> BlockDiagonalCausalMask:
-        """Token i of a document reads its tokens j <= i; with a sliding window only those with j > i - window."""
-        if sliding_window is not None and sliding_window >= max(self.lengths):
-            sliding_window = None
-        if sliding_window not in self._masks:
-            from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask
+    @cache
+    def mask_of(sliding_window: int | None) -> BlockDiagonalCausalMask:
+        from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask
 
-            mask = BlockDiagonalCausalMask.from_seqlens(self.lengths, device=self.device)
-            self._masks[sliding_window] = mask if sliding_window is None else mask.make_local_attention(sliding_window)
-        return self._masks[sliding_window]
+        mask = BlockDiagonalCausalMask.from_seqlens(lengths, device=device)
+        is_local = sliding_window is not None and sliding_window < max(lengths)
+        return mask.make_local_attention(sliding_window) if is_local else mask
+
+    return mask_of
 
 
-class DeferredMask:
-    """The dense mask of transformers, built on first use: a packed forward pass does not use it."""
+def deferred_mask(**arguments: Any) -> Callable[[], Tensor | None]:
+    """Return the dense mask of transformers, built by its first call: a packed forward pass does not use it."""
+    from transformers.masking_utils import sdpa_mask
 
-    def __init__(self, **arguments: Any) -> None:
-        self._arguments = arguments
-
-    @cached_property
-    def dense(self) -> Tensor | None:
-        from transformers.masking_utils import sdpa_mask
-
-        return sdpa_mask(**self._arguments)
+    return cache(lambda: sdpa_mask(**arguments))
 
 
 def xformers_attention(
@@ -116,10 +101,10 @@ def xformers_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: DeferredMask | Tensor | None,
+    attention_mask: Callable[[], Tensor | None] | Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    packing: Packing | None = None,
+    packing: Callable[[int | None], BlockDiagonalCausalMask] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention function of transformers. query: [B, H, S, D]; key, value: [B, G, S, D]. Returns [B, S, H, D].
@@ -129,12 +114,12 @@ def xformers_attention(
     """
     if packing is not None and kwargs.get("s_aux") is None and kwargs.get("softcap") is None:
         try:
-            return _packed(query, key, value, scaling, dropout, packing.mask(kwargs.get("sliding_window"))), None
+            return _packed(query, key, value, scaling, dropout, packing(kwargs.get("sliding_window"))), None
         except NotImplementedError:  # raised by xformers where no kernel fits
             warnings.warn(f"xformers has no kernel for {query.dtype} here; PyTorch's attention is used", stacklevel=2)
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    dense = attention_mask.dense if isinstance(attention_mask, DeferredMask) else attention_mask
+    dense = attention_mask() if callable(attention_mask) else attention_mask
     return sdpa_attention_forward(module, query, key, value, dense, dropout=dropout, scaling=scaling, **kwargs)
 
 
@@ -161,7 +146,7 @@ def _obstacle(device: torch.device) -> str | None:
         return f"the device is {device}, and it runs on CUDA only; type --attention torch"
     try:
         tiny = torch.zeros(1, 2, 8, 16, device=device, dtype=torch.float16)  # [B, H, S, D]
-        _packed(tiny, tiny, tiny, None, 0.0, Packing([3, 5], device).mask(None))
+        _packed(tiny, tiny, tiny, None, 0.0, document_masks([3, 5], device)(None))
     except Exception as error:  # a build for another torch or CUDA raises many types
         return f"it fails on {device} ({next(iter(str(error).splitlines()), '')}); type --attention torch"
     return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -99,12 +99,10 @@ class Target:
         def take(number: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             taken[number] = args[0] if args else kwargs["hidden_states"]
 
-        hooks = [modules[at].register_forward_pre_hook(partial(take, at), with_kwargs=True) for at in layers]
-        try:
+        with ExitStack() as hooks:
+            for at in layers:
+                hooks.enter_context(modules[at].register_forward_pre_hook(partial(take, at), with_kwargs=True))
             final = self.hidden(tokens, documents)
-        finally:
-            for hook in hooks:
-                hook.remove()
         return torch.cat([*(taken[layer] for layer in layers), final], -1)
 
     def embed(self, tokens: Tensor) -> Tensor:
