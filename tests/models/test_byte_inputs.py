@@ -13,9 +13,8 @@ from tests.support.byte_llama_reference import LONGEST, SPECIAL, SUBWORDS, VOCAB
 from tests.support.evabyte_reference import SIZES
 from vllm_mtpc.errors import CheckpointError
 from vllm_mtpc.hf.model import target_tokenizer
-from vllm_mtpc.models.byte_llama.config import ByteLlamaConfig
-from vllm_mtpc.models.byte_llama.suffixes import ABSENT, build_suffixes
-from vllm_mtpc.models.evabyte.tokenizer import SPECIAL_TOKENS
+from vllm_mtpc.models.byte_llama.config import ABSENT, ByteLlamaConfig, build_suffixes
+from vllm_mtpc.models.evabyte.config import SPECIAL_TOKENS
 
 EXPANDING = {"vocab_size": VOCAB, "expand_input_ids": True}
 EXPANDING |= {"expand_input_ids_maxlen": LONGEST, "expand_input_ids_vocab_size": SUBWORDS}

@@ -16,11 +16,19 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_mtpc.models import hooks
 from vllm_mtpc.models.evabyte import attend as module
-from vllm_mtpc.models.evabyte import attention
-from vllm_mtpc.models.evabyte.attend import attend, attend_paged, write_summaries, write_tokens
-from vllm_mtpc.models.evabyte.attention import EvaPlanBuilder, SummaryPlanBuilder
+from vllm_mtpc.models.evabyte import vllm_model as attention
+from vllm_mtpc.models.evabyte.attend import (
+    EvaPlan,
+    SummaryPlan,
+    attend,
+    attend_paged,
+    make_plan,
+    make_summary_plan,
+    write_summaries,
+    write_tokens,
+)  # fmt: skip
 from vllm_mtpc.models.evabyte.config import GPU_BLOCK
-from vllm_mtpc.models.evabyte.plan import EvaPlan, SummaryPlan, make_plan, make_summary_plan
+from vllm_mtpc.models.evabyte.vllm_model import EvaPlanBuilder, SummaryPlanBuilder
 
 WINDOW, CHUNK, HEADS, SIZE = 32, 4, 2, 8
 BLOCK, LONGEST = 16, 112  # of summaries, in tokens; positions at most
@@ -70,8 +78,8 @@ def make_caches(plan: EvaPlan, places: SummaryPlan) -> tuple[Tensor, Tensor, Ten
     """Query [T, H, D] and both caches, with the summary of every complete chunk."""
     generator = torch.Generator().manual_seed(1)
     near, far = int(plan.block_table.max()) + 1, int(places.block_table.max()) + 1
-    cache = torch.randn(near, HEADS, plan.block_size, 2 * SIZE, generator=generator)
-    summaries = torch.randn(far, HEADS, places.states, 2 * SIZE, generator=generator)
+    cache = torch.randn(near, HEADS, WINDOW // plan.window_blocks.shape[1], 2 * SIZE, generator=generator)
+    summaries = torch.randn(far, HEADS, BLOCK // CHUNK, 2 * SIZE, generator=generator)
     query = torch.randn(len(plan.token_block), HEADS, SIZE, generator=generator)
     return query, cache, summaries
 
@@ -79,13 +87,13 @@ def make_caches(plan: EvaPlan, places: SummaryPlan) -> tuple[Tensor, Tensor, Ten
 def attention_by_rows(query: Tensor, cache: Tensor, summaries: Tensor, plan: EvaPlan, places: SummaryPlan) -> Tensor:
     """The definition, row by row and entry by entry."""
     out = torch.zeros_like(query)
-    row = 0
+    row, block = 0, cache.shape[2]
     for request, (start, count) in enumerate(REQUESTS):
         near, far = plan.block_table[request].tolist(), places.block_table[request].tolist()
         for t in range(start, start + count):
             first = t // WINDOW * WINDOW
             entries = [summaries[far[c * CHUNK // BLOCK], :, c % (BLOCK // CHUNK)] for c in range(first // CHUNK)]
-            entries += [cache[near[j // plan.block_size], :, j % plan.block_size] for j in range(first, t + 1)]
+            entries += [cache[near[j // block], :, j % block] for j in range(first, t + 1)]
             seen = torch.stack(entries, 1).double()  # [H, L, 2D]
             scores = (seen[..., :SIZE] @ query[row, :, :, None].double())[..., 0] * SIZE**-0.5
             out[row] = (scores.softmax(-1)[:, None] @ seen[..., SIZE:])[:, 0].float()

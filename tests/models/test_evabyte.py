@@ -159,7 +159,7 @@ def test_model_is_compiled_in_one_graph(served: SimpleNamespace) -> None:
     ],
 )
 def test_windows_are_freed_unless_one_cache_group_is_needed(change: dict[str, Any], is_freed: bool) -> None:
-    from vllm_mtpc.models.evabyte.window import frees_windows
+    from vllm_mtpc.models.evabyte.vllm_model import frees_windows
 
     given = {"block_size": BLOCK, "disable_hybrid_kv_cache_manager": False}
     given |= {"kv_transfer_config": None, "speculative_config": None}

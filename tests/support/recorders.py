@@ -205,7 +205,7 @@ def poisoned(early: int = 0) -> Patches:
         f"{pool}.get_new_blocks": new,
         f"{pool}.free_blocks": free,
         "vllm_mtpc.models.paged_cache.PagedCache.bind_kv_cache": bind,
-        "vllm_mtpc.models.evabyte.window.WindowManager.get_num_skipped_tokens": skipped,
+        "vllm_mtpc.models.evabyte.vllm_model.WindowManager.get_num_skipped_tokens": skipped,
     }
 
 

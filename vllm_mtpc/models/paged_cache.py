@@ -12,18 +12,12 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
+from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
 
 class PlanBackend(AttentionBackend):
-    """A backend that names a builder; the layer itself computes the attention."""
-
-    builder: type[AttentionMetadataBuilder]
-
-    @classmethod
-    def get_builder_cls(cls) -> type[AttentionMetadataBuilder]:
-        return cls.builder
+    """Base of backends that name a builder alone (`subclass_attention_backend`); the layer computes the attention."""
 
     @staticmethod
     def get_name() -> str:
@@ -35,14 +29,7 @@ class PlanBackend(AttentionBackend):
 
 
 class PagedCache(nn.Module, AttentionLayerBase):
-    """A cache [blocks, H, N, 2 * head_size] that vLLM allocates and binds to `kv_cache`.
-
-    Args:
-        prefix: name of the layer.
-        num_heads: H.
-        dtype: of the cache; None: PyTorch's default.
-        tokens_per_state: the block size divided by N.
-    """
+    """A cache [blocks, num_heads, block_size / tokens_per_state, 2 * head_size] that vLLM binds to `kv_cache`."""
 
     backend: type[AttentionBackend]
 

@@ -43,8 +43,7 @@ def register_with_transformers() -> None:
     """Register everything with transformers, for training and evaluation; a second call has no effect."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from vllm_mtpc.models.byte_llama.transformers_model import ByteLlamaForCausalLM
-    from vllm_mtpc.models.evabyte.transformers_model import EvaByteForCausalLM
+    from vllm_mtpc.models.transformers_models import ByteLlamaForCausalLM, EvaByteForCausalLM
 
     for model in (ByteLlamaForCausalLM, EvaByteForCausalLM):
         AutoConfig.register(model.config_class.model_type, model.config_class, exist_ok=True)
@@ -88,7 +87,6 @@ def _hooks() -> None:
 def _tokenizer() -> None:
     from transformers import AutoTokenizer
 
-    from vllm_mtpc.models.evabyte.config import EvaByteConfig
-    from vllm_mtpc.models.evabyte.tokenizer import EvaByteTokenizer
+    from vllm_mtpc.models.evabyte.config import EvaByteConfig, EvaByteTokenizer
 
     AutoTokenizer.register(EvaByteConfig, fast_tokenizer_class=EvaByteTokenizer, exist_ok=True)

@@ -21,10 +21,9 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.utils import maybe_prefix
 from vllm.sequence import IntermediateTensors
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
-from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata, subclass_attention_backend
 
-from vllm_mtpc.models.byte_llama.config import TABLE
-from vllm_mtpc.models.byte_llama.suffixes import ABSENT, build_suffixes
+from vllm_mtpc.models.byte_llama.config import ABSENT, TABLE, build_suffixes
 from vllm_mtpc.models.paged_cache import PagedCache, PlanBackend
 
 
@@ -56,14 +55,10 @@ class LookbackBuilder(AttentionMetadataBuilder[Lookback]):
         return Lookback(slots // block_size, slots % block_size, position, common.block_table_tensor[request])
 
 
-class LookbackBackend(PlanBackend):
-    builder = LookbackBuilder
-
-
 class TokenCache(PagedCache):
     """Token ids by slot, [blocks, 1, N, 2], int32; the second number is unused: a page has keys and values."""
 
-    backend = LookbackBackend
+    backend = subclass_attention_backend("Lookback", PlanBackend, LookbackBuilder)
 
     def __init__(self, prefix: str, max_length: int) -> None:
         super().__init__(prefix, num_heads=1, head_size=1, dtype=torch.int32)

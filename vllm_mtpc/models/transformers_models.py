@@ -1,26 +1,57 @@
-"""EvaByte on transformers, in closed form: every row attends to its window and to summaries of earlier windows.
+"""EvaByte and Byte-Llama on transformers, with the names and shapes of the published checkpoints.
+
+EvaByte in closed form: every row attends to its window and to summaries of earlier windows.
 
     out_t = softmax over { s q_t.k_j : window(t) W <= j <= t } and { s q_t.kbar_c : c before window(t) }
 
-kbar_c and its value are means of chunk c, weighted by adaptive_mu_k and adaptive_phi. Names and shapes are the
-published checkpoint's (`vllm_model.py` serves it). lm_head has a block of V rows for each of eight heads,
-the first for the next byte. Windows and chunks are counted within a document of a packed row, by its positions.
+kbar_c and its value are means of chunk c, weighted by adaptive_mu_k and adaptive_phi. lm_head has a block of V rows for
+each of eight heads, the first for the next byte. Windows and chunks are counted within a document of a packed row, by
+its positions.
+
+Byte-Llama is Llama, but the embedding of a token is E[id] + X[the longest subword that ends here]. A subword lies
+within one document of a packed row.
+
+Token ids and positions are kept on the key-value cache of transformers.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, LlamaModel
+from transformers import LlamaForCausalLM, LlamaModel, PretrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_rotary_pos_emb
 
+from vllm_mtpc.models.byte_llama.config import (
+    ABSENT,
+    TABLE,
+    ByteLlamaConfig,
+    SuffixTable,
+    build_suffixes,
+    check_byte_llama,
+)  # fmt: skip
 from vllm_mtpc.models.evabyte.config import EvaByteConfig, check_evabyte
-from vllm_mtpc.models.transformers_cache import append_cached, positions_of
+
+
+def append_cached(cache: Any, name: str, new: Tensor) -> Tensor:
+    """Append `new`[B, m] to the values stored as `name` on a cache, if any, and return all of them, [B, past + m]."""
+    if cache is None:
+        return new
+    if (kept := getattr(cache, name, None)) is not None:
+        new = torch.cat([kept, new], 1)
+    setattr(cache, name, new)
+    return new
+
+
+def positions_of(tokens: Tensor, cache: Any) -> Tensor:
+    """Return the default positions [B, m] of tokens[B, m, ...] after the cached ones."""
+    past = 0 if cache is None else cache.get_seq_length()
+    return torch.arange(past, past + tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
 
 
 class Reads(NamedTuple):
@@ -145,3 +176,51 @@ class EvaByteForCausalLM(LlamaForCausalLM):
         output = super().forward(*args, **more)
         output.logits = output.logits[..., : self.config.vocab_size]
         return output
+
+
+class ByteLlamaModel(LlamaModel):
+    config_class = ByteLlamaConfig
+
+    def __init__(self, config: ByteLlamaConfig) -> None:
+        check_byte_llama(config)
+        super().__init__(config)
+        self.expand_embed_tokens = nn.Embedding(config.expand_input_ids_vocab_size, config.hidden_size)
+
+    @cached_property
+    def suffixes(self) -> SuffixTable:
+        """The subword table, read from the raw config.json: the config object does not store it."""
+        values, _ = PretrainedConfig.get_config_dict(self.config.name_or_path)
+        return build_suffixes(values.get(TABLE), self.config)
+
+    def embed(self, input_ids: Tensor, position_ids: Tensor, cache: Any = None) -> Tensor:
+        """Return embeddings [B, m, D] of input_ids[B, m] at position_ids[B, m], after the cached tokens."""
+        ids = append_cached(cache, "token_ids", input_ids)  # [B, past + m]
+        length, longest = input_ids.shape[1], self.config.expand_input_ids_maxlen
+        back = torch.arange(longest, device=ids.device)
+        at = torch.arange(ids.shape[1] - length, ids.shape[1], device=ids.device)[:, None] - back  # [m, L]
+        context = ids[:, at.clamp(min=0)].masked_fill(position_ids[..., None] < back, ABSENT)  # [B, m, L]
+        subwords = self.suffixes.to(ids.device)(context.flatten(0, 1)).view_as(input_ids)
+        return self.embed_tokens(input_ids) + self.expand_embed_tokens(subwords)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        **more: Any,
+    ) -> BaseModelOutputWithPast:
+        if inputs_embeds is None:
+            at = positions_of(input_ids, past_key_values) if position_ids is None else position_ids
+            inputs_embeds = self.embed(input_ids, at, past_key_values)
+        more |= {"position_ids": position_ids, "past_key_values": past_key_values}
+        return super().forward(inputs_embeds=inputs_embeds, **more)
+
+
+class ByteLlamaForCausalLM(LlamaForCausalLM):
+    config_class = ByteLlamaConfig
+
+    def __init__(self, config: ByteLlamaConfig) -> None:
+        super().__init__(config)
+        self.model = ByteLlamaModel(config)
+        self.post_init()
