@@ -1,7 +1,5 @@
 """Leaves: states to log-probabilities by position and component. One file and one line each."""
 
-from __future__ import annotations
-
 from vllm_mtpc.heads.sections import Table
 
 LEAVES = Table(

@@ -1,7 +1,5 @@
 """Trunks: what the target computed, and x_1, to the states that leaves and sums read. One file and one line each."""
 
-from __future__ import annotations
-
 from vllm_mtpc.heads.sections import Table
 
 TRUNKS = Table(
