@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +18,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.demo import demo_heads
+from tests.support.serve import program
 from tests.support.tiny import Decoded, Rejection, TableTarget, continue_all, llama_target, tiny_head
 from tests.support.tiny_ptp import continue_prompt, random_student
 from vllm_mtpc.data.prompts import held_out
 from vllm_mtpc.engine import served as engine
+from vllm_mtpc.engine import server
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.served import Served
 from vllm_mtpc.errors import EngineFailed, UsageError
@@ -89,16 +92,16 @@ def test_greedy_counters_are_predicted_to_the_step(loaded, prompts, healthy):
 def test_noise_is_that_of_repeated_serving():
     """The exact standard error given the text, against 4,000 walks over one text's steps."""
     contexts = collect(tiny_head("hmm"), TableTarget(), TableTarget().write(3, 30, greedy=False), Sampling(1.0))
-    alive, valid = contexts.text, contexts.valid
-    generator = torch.Generator().manual_seed(0)
-    values = []
+    alive, ends = contexts.text.tolist(), contexts.valid.sum(1).tolist()
+    assert torch.equal(contexts.valid, torch.arange(contexts.valid.shape[1]) < torch.tensor(ends)[:, None])
+    draw, values = random.Random(0).random, []
     for _ in range(4000):
         accepted = steps = 0
-        for row in range(3):
+        for row, end in zip(alive, ends, strict=True):
             at = 0
-            while at < valid.shape[1] and valid[row, at]:
-                uniform = torch.rand((), generator=generator, dtype=torch.float64)
-                count = int((alive[row, at] > uniform).sum())
+            while at < end:
+                uniform = draw()
+                count = sum(chance > uniform for chance in row[at])
                 accepted, steps, at = accepted + count, steps + 1, at + 1 + count
         values.append(1 + accepted / steps)
     values = torch.tensor(values)
@@ -197,6 +200,7 @@ def test_refusal_of_the_engine_is_shown(monkeypatch, capsys):
 
 def test_vllm_serves_the_demo_as_predicted(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    monkeypatch.setattr(server, "PROGRAM", program())
     report, log = tmp_path / "report.json", tmp_path / "vllm.log"
     files = ("--json", str(report), "--log", str(log))
     assert doctor.run(arguments(HEAD, "--prompts", "4", "--max-tokens", "48", *files)) == 0

@@ -51,7 +51,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asking]:
     log = tmp_path_factory.mktemp("endpoint") / "server.log"
     environment = {"MTPC_ALLOW_HEAD_SWAP": "1", "VLLM_API_KEY": KEY}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server, "PROGRAM", serve.PROGRAM)
+        patch.setattr(server, "PROGRAM", serve.program())
         with server.run_server(words, log, environment=environment) as made:
             yield Asking(made.url)
 

@@ -26,6 +26,6 @@ def servers() -> Iterator[dict[str, VllmServer]]:
                 found[str(words)] = running.enter_context(server.run_server(words, log))
             yield found[str(words)]
 
-        patch.setattr(server, "PROGRAM", serve.PROGRAM)
+        patch.setattr(server, "PROGRAM", serve.program())
         patch.setattr(command, "run_server", run_once)
         yield found

@@ -1,16 +1,18 @@
 """Functions in a process of their own, forked from one that has imported vLLM and done nothing else.
 
-Importing vLLM takes 15 CPU-seconds, a fork of a process that has imported it none. A test process has such a server for
-each model runner. It starts no thread (OpenMP's would not survive a fork) and no engine, so that every fork begins as a
-new process would. Model Runner V2 runs its Triton kernels interpreted (scripts/interpreter): the same kernels as on a
-GPU, slowly.
+Importing vLLM takes 20 CPU-seconds, a fork of a process that has imported it none. The processes of a pytest run share
+such a server for each model runner. It starts no thread (OpenMP's would not survive a fork) and no engine, so that
+every fork begins as a new process would. Each connection has a process of its own, which forks for one task at a time.
+Model Runner V2 runs its Triton kernels interpreted (scripts/interpreter): the same kernels as on a GPU, slowly.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import gc
+import hashlib
 import multiprocessing
 import os
 import pickle
@@ -20,8 +22,10 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterator
 from importlib import import_module
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Client, Connection, wait
+from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from typing import IO, Any
 
@@ -57,6 +61,8 @@ IMPORTED = (
     )
 )
 ENDS_WITHIN_S = 60.0  # a fork that has answered
+CONNECTS_WITHIN_S = 60.0  # the process that started a server
+FOLDER = Path(tempfile.gettempdir(), f"mtpc-forks-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}")
 
 
 def call(runner: str, function: str, *arguments: Any, timeout: float = 1200, **environment: str) -> Any:
@@ -66,7 +72,7 @@ def call(runner: str, function: str, *arguments: Any, timeout: float = 1200, **e
     longer; nothing that the fork started is left running.
     """
     name, environment = runner.split()[0], INTERPRETERS.get(runner, {}) | environment
-    server = _server(name, os.environ.get("PYTHONPATH", ""))
+    server = _connection(address(name))
     server.send((function, pickle.dumps(arguments), environment, timeout))
     try:
         kind, answer = server.recv()
@@ -80,22 +86,64 @@ def call(runner: str, function: str, *arguments: Any, timeout: float = 1200, **e
 
 
 @functools.cache
-def _server(runner: str, path: str) -> Connection:
-    """Start the server for a runner and a PYTHONPATH; it ends with this process."""
-    ours, theirs = socket.socketpair()
-    command = [sys.executable, "-m", "tests.support.forks", str(theirs.fileno()), *IMPORTED]
-    environment = {**os.environ, **QUIET, **ENVIRONMENTS[runner]}
-    subprocess.Popen(command, env=environment, cwd=ROOT, pass_fds=[theirs.fileno()])
-    theirs.close()
-    return Connection(ours.detach())
+def _connection(name: str) -> Connection:
+    return Client(name, "AF_UNIX")
 
 
-def main(connection: Connection, modules: list[str]) -> None:
-    """The server: one fork for each task, until the test process closes the connection."""
+def address(runner: str) -> str:
+    """Return the socket of the server for a runner and this PYTHONPATH; start one if there is none.
+
+    It ends with the last process that is connected to it.
+    """
+    path = os.environ.get("PYTHONPATH", "")
+    name = Path(FOLDER, f"{runner}-{hashlib.sha256(path.encode()).hexdigest()[:8]}")
+    with _lock(name):
+        if not name.exists():
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(str(name))
+                listener.listen()
+                command = [sys.executable, "-m", "tests.support.forks", str(listener.fileno()), str(name), *IMPORTED]
+                environment = {**os.environ, **QUIET, **ENVIRONMENTS[runner]}
+                subprocess.Popen(command, env=environment, cwd=ROOT, pass_fds=[listener.fileno()])
+    return str(name)
+
+
+@contextlib.contextmanager
+def _lock(name: Path) -> Iterator[None]:
+    name.parent.mkdir(mode=0o700, exist_ok=True)
+    with name.with_suffix(".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def main(listener: socket.socket, name: Path, modules: list[str]) -> None:
+    """The server: a process for each connection, until none is left."""
     _prepare(modules)
+    context, processes = multiprocessing.get_context("fork"), list[Any]()
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            ready = wait([listener, *(one.sentinel for one in processes)], None if processes else CONNECTS_WITHIN_S)
+            processes = [one for one in processes if one.exitcode is None]
+            if listener in ready:
+                connection = Connection(listener.accept()[0].detach())
+                processes.append(context.Process(target=_serve, args=(listener, connection)))
+                processes[-1].start()
+                connection.close()
+                continue
+            with _lock(name):
+                if not processes and not wait([listener], 0):
+                    name.unlink(missing_ok=True)
+                    return
+
+
+def _serve(listener: socket.socket, connection: Connection) -> None:
+    """One fork for each task, until the process at the other end closes the connection."""
+    listener.close()
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
             task = connection.recv()
+            if task[0] == "vllm":
+                return _serve_vllm(connection, *task[1:])
             with tempfile.TemporaryFile() as log:
                 connection.send(_in_a_fork(connection, task, log))
 
@@ -158,6 +206,37 @@ def _in_a_fork(connection: Connection, task: tuple[Any, ...], log: IO[bytes]) ->
         fork.join()
 
 
+def _serve_vllm(connection: Connection, words: list[str], environment: dict[str, str], folder: str) -> None:
+    """Run the command line of vLLM in a fork for tests/support/serve.py: its files, its signals, its exit code."""
+    files = [recv_handle(connection) for _ in range(3)]
+    fork = multiprocessing.get_context("fork").Process(target=_run_vllm, args=(words, environment, folder, files))
+    fork.start()
+    for file in files:
+        os.close(file)
+    try:
+        while fork.exitcode is None:
+            if connection in wait([connection, fork.sentinel]):
+                os.kill(fork.pid, connection.recv())
+        connection.send(fork.exitcode)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(fork.pid, signal.SIGKILL)
+
+
+def _run_vllm(words: list[str], environment: dict[str, str], folder: str, files: list[int]) -> None:
+    """vLLM spawns its engine on a CPU, which imports all of vLLM again: here it is a fork."""
+    os.setsid()
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.argv[:] = ["vllm", *words]
+    get_context: Any = multiprocessing.get_context
+    multiprocessing.get_context = lambda method=None: get_context("fork" if method == "spawn" else method)
+    import_module("vllm.entrypoints.cli.main").main()
+
+
 def _end_of(log: IO[bytes], size: int = 8000) -> str:
     log.seek(0)
     return log.read()[-size:].decode(errors="replace")
@@ -175,4 +254,4 @@ def _run(function: str, arguments: bytes, environment: dict[str, str], answers: 
 
 
 if __name__ == "__main__":
-    main(Connection(int(sys.argv[1])), sys.argv[2:])
+    main(socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2]), sys.argv[3:])

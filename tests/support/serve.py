@@ -1,21 +1,30 @@
-"""`vllm serve` whose engine is a fork: vLLM spawns it on a CPU, which imports all of vLLM again, 15 CPU-seconds."""
+"""`vllm serve` as a fork of a process that has imported vLLM: in the place of `vllm_mtpc.engine.server.PROGRAM`."""
 
 from __future__ import annotations
 
-import multiprocessing
+import os
+import signal
 import sys
-from typing import Any
+from multiprocessing.connection import Client
+from multiprocessing.reduction import send_handle
 
-PROGRAM = (sys.executable, "-m", "tests.support.serve", "serve")  # in the place of `vllm_mtpc.engine.server.PROGRAM`
+
+def program() -> tuple[str, ...]:
+    from tests.support import forks
+
+    return sys.executable, __file__, forks.address("v1"), "serve"
 
 
-def main() -> None:
-    from vllm.entrypoints.cli.main import main as vllm
-
-    get_context: Any = multiprocessing.get_context
-    multiprocessing.get_context = lambda method=None: get_context("fork" if method == "spawn" else method)
-    vllm()
+def main(address: str, *words: str) -> int:
+    with Client(address, "AF_UNIX") as connection:
+        connection.send(("vllm", words, dict(os.environ), os.getcwd()))
+        for file in range(3):
+            send_handle(connection, file, None)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: connection.send(number))
+        code = connection.recv()
+    return code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(*sys.argv[1:]))
