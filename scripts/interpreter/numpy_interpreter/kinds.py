@@ -40,11 +40,10 @@ class Kind:
 
     def constant(self, number: float) -> Data:
         """A Python number as this type."""
-        if not number and self.is_float:
-            return self._made(number)  # 0.0 and -0.0 are one key
-        made = self.constants.get(number)
+        key = "-0" if not number and self.is_float and str(number)[0] == "-" else number  # 0.0 and -0.0 are one key
+        made = self.constants.get(key)
         if made is None:
-            made = self.constants[number] = self._made(number)
+            made = self.constants[key] = self._made(number)
         return made
 
     def _made(self, number: float) -> Data:
@@ -124,12 +123,15 @@ _CASTS: dict[tuple[Kind, Kind], Callable[[Data], Data]] = {}
 
 def cast(data: Data, source: Kind, target: Kind) -> Data:
     """Data of one type as another."""
-    if source is target:
-        return data
+    return data if source is target else converter(source, target)(data)
+
+
+def converter(source: Kind, target: Kind) -> Callable[[Data], Data]:
+    """What turns data of one type into another."""
     convert = _CASTS.get((source, target))
     if convert is None:
         convert = _CASTS[source, target] = _cast(source, target)
-    return convert(data)
+    return convert
 
 
 def _cast(source: Kind, target: Kind) -> Callable[[Data], Data]:

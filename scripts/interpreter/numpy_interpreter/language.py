@@ -74,6 +74,9 @@ def _cast(input: Value | Number, dtype: tl.dtype, fp_downcast_rounding: None = N
 
 def _expand_dims(input: Value | Number, axis: Any) -> Value:
     input = as_value(input)
+    if axis.__class__ is int and 0 <= axis <= input.data.ndim > 0:
+        shape = input.data.shape
+        return Value(input.data.reshape(*shape[:axis], 1, *shape[axis:]), input.kind)
     return Value(np.expand_dims(input.data, tuple(axis) if isinstance(axis, (list, tuple)) else axis), input.kind)
 
 
@@ -131,6 +134,14 @@ def _of_float(function: Callable[[Data], Data]) -> Callable[[Value | Number], Va
         return Value(function(x.data), x.kind)
 
     return unary
+
+
+def _erf(data: Data) -> Data:
+    function = triton_interpreter.np_erf_fp32 if data.dtype == np.float32 else triton_interpreter.np_erf_fp64
+    if data.__class__ is Lanes:
+        return Lanes(function(data.all))
+    found = function(data)
+    return found if data.ndim else found[()]
 
 
 def _abs(x: Value | Number) -> Value:
@@ -277,6 +288,7 @@ NAMES: dict[str, Any] = {
     "device_assert": _nothing,
     "div_rn": lambda x, y: _fdiv(x, y),
     "dot": _dot,
+    "erf": _of_float(_erf),
     "exp": _of_float(np.exp),
     "exp2": _of_float(np.exp2),
     "expand_dims": _expand_dims,

@@ -20,7 +20,8 @@ fallen_back: dict[Any, str] = {}  # kernel's function: why
 is_at_once = False  # set by install: MTPC_INTERPRETER=lanes
 one_by_one: dict[Any, str] = {}  # kernel's function: why its instances do not run at once
 MIN_BLOCK = 32  # elements: kernels divide a block into words of bits
-FEW = 4  # fewer instances run one after the other
+PASS = 4  # instances that run one after the other as fast as all of a launch at once
+passes: dict[Any, int] = {}  # kernel's function: of its last launch at once, one for each way that instances went
 MOST_WAYS = 16  # or a quarter of the instances
 
 
@@ -92,9 +93,11 @@ def interpret(kernel: InterpretedFunction, args: tuple, grid: Any, kwargs: dict[
     language.grid = sizes
     call = function.call
     with np.errstate(all="ignore"):
-        if is_at_once and original not in one_by_one and sizes[0] * sizes[1] * sizes[2] >= FEW:
+        count = sizes[0] * sizes[1] * sizes[2]
+        if is_at_once and original not in one_by_one and count >= PASS * passes.get(original, 1):
             try:
-                return _at_once(call, arguments, sizes, _widest(given))
+                passes[original] = _at_once(call, arguments, sizes, _widest(given))
+                return
             except Exception as error:
                 one_by_one[original] = repr(error)
                 memory.has_written = False
@@ -119,12 +122,11 @@ def _widest(given: dict[str, Any]) -> int:
     return max(sizes, default=64)
 
 
-def _at_once(call: Any, arguments: list[Any], sizes: tuple[int, int, int], widest: int) -> None:
-    """Run every operation once for all instances of a pass; undo the writes if that fails."""
+def _at_once(call: Any, arguments: list[Any], sizes: tuple[int, int, int], widest: int) -> int:
+    """Run every operation once for all instances of a pass; undo the writes if that fails. Returns the passes."""
     everything = lanes.Written()
     try:
-        for ids in lanes.in_goes(lanes.instances(sizes), widest):
-            _go(call, arguments, ids, everything)
+        return sum(_go(call, arguments, ids, everything) for ids in lanes.in_goes(lanes.instances(sizes), widest))
     except Exception:
         everything.undo()
         raise
@@ -132,7 +134,7 @@ def _at_once(call: Any, arguments: list[Any], sizes: tuple[int, int, int], wides
         memory.written = None
 
 
-def _go(call: Any, arguments: list[Any], ids: np.ndarray, everything: lanes.Written) -> None:
+def _go(call: Any, arguments: list[Any], ids: np.ndarray, everything: lanes.Written) -> int:
     language.instance, memory.written = ids, lanes.Written()
     try:
         call(*arguments)
@@ -141,14 +143,13 @@ def _go(call: Any, arguments: list[Any], ids: np.ndarray, everything: lanes.Writ
         ways = np.unique(parted.values)
         if len(ways) > max(MOST_WAYS, len(ids) // 4):
             raise Unsupported("each instance goes its own way") from parted
-        for value in ways:
-            _go(call, arguments, ids[parted.values == value], everything)
-        return
+        return 1 + sum(_go(call, arguments, ids[parted.values == value], everything) for value in ways)
     except Exception:
         memory.written.undo()
         raise
     everything.stores += memory.written.stores
     memory.has_written = True
+    return 1
 
 
 def run(kernel: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:

@@ -8,10 +8,22 @@ from typing import Any
 
 import numpy as np
 
-from numpy_interpreter.kinds import BOOL, FLOAT32, Data, Kind, Unsupported, cast, common_kind, kind_of, number_kind
+from numpy_interpreter.kinds import (
+    BOOL,
+    FLOAT32,
+    Data,
+    Kind,
+    Unsupported,
+    cast,
+    common_kind,
+    converter,
+    kind_of,
+    number_kind,
+)
 from numpy_interpreter.lanes import Lanes
 
 Number = bool | int | float
+_WHOLE = slice(None)
 
 
 class Value:
@@ -62,8 +74,9 @@ class Value:
 
     def __getitem__(self, index: Any) -> Value:
         index = index if isinstance(index, tuple) else (index,)
-        if any(part is not None and part != slice(None) for part in index):
-            raise Unsupported(f"tensor[{index}]")
+        for part in index:
+            if part is not None and part != _WHOLE:
+                raise Unsupported(f"tensor[{index}]")
         data = self.data if self.data.__class__ is Lanes else np.asarray(self.data)
         return Value(data[index], self.kind)
 
@@ -92,20 +105,42 @@ def as_value(x: Any) -> Any:
     return Value(kind.constant(x), kind)
 
 
+Plan = tuple[Kind, Callable[[Data], Data] | None, Callable[[Data], Data] | None]
+_PLANS: dict[tuple[Kind, Kind, bool], Plan] = {}
+
+
+def _plan(a: Kind, b: Kind, is_division: bool) -> Plan:
+    """The type that an operation on two values computes in, and what makes this type of each; None: it has it."""
+    plan = _PLANS.get((a, b, is_division))
+    if plan is None:
+        kind = common_kind(a, b, False, False, is_division)
+        plan = _PLANS[a, b, is_division] = (kind, _as_operand(a, kind), _as_operand(b, kind))
+    return plan
+
+
+def _as_operand(source: Kind, kind: Kind) -> Callable[[Data], Data] | None:
+    if kind.element and not source.element:  # an offset
+        return None if source.dtype == np.int64 else lambda data: data.astype(np.int64)
+    return None if source is kind else converter(source, kind)
+
+
 def operands(a: Value | Number, b: Value | Number, is_division: bool = False) -> tuple[Data, Data, Kind]:
     """Data of both in the type that an operation on them computes in."""
     a_is_number, b_is_number = a.__class__ is not Value, b.__class__ is not Value
+    if not (a_is_number or b_is_number):
+        kind, of_a, of_b = _plan(a.kind, b.kind, is_division)
+        return a.data if of_a is None else of_a(a.data), b.data if of_b is None else of_b(b.data), kind
     a_kind = number_kind(a) if a_is_number else a.kind
     b_kind = number_kind(b) if b_is_number else b.kind
     kind = common_kind(a_kind, b_kind, a_is_number, b_is_number, is_division)
-    x = kind.constant(a) if a_is_number else _as_operand(a, kind)
-    y = kind.constant(b) if b_is_number else _as_operand(b, kind)
+    x = kind.constant(a) if a_is_number else _converted(a, kind)
+    y = kind.constant(b) if b_is_number else _converted(b, kind)
     return x, y, kind
 
 
-def _as_operand(x: Value, kind: Kind) -> Data:
+def _converted(x: Value, kind: Kind) -> Data:
     if kind.element and not x.kind.element:
-        return x.data.astype(np.int64)  # an offset
+        return x.data.astype(np.int64)
     return cast(x.data, x.kind, kind)
 
 
