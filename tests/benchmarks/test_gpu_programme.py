@@ -12,7 +12,6 @@ import pytest
 
 from benchmarks.gpu import programme, stages
 from benchmarks.gpu.programme import Part, Programme
-from tests.support.distribution_cases import CASES
 from vllm_mtpc.engine import provenance
 
 ROOT = Path(__file__).parents[2]
@@ -49,33 +48,6 @@ def test_failing_part_is_reported_and_the_next_part_runs(
     assert good["result"] == {"rows": [1]} and good["environment"] == {"HERE": tmp_path.name}
     assert good["command"].startswith("python -c ")
     assert "ValueError: no such thing" in capsys.readouterr().out
-
-
-def test_selected_tests_exist() -> None:
-    parts = stages.tests(Programme(is_toy=False))
-    assert all(part.proof == stages.PASSED for part in parts if "pytest" in part.command)
-    words = [word for part in parts for word in part.command]
-    assert sum(word.startswith("tests/") for word in words) > 10
-    for word in (word for word in words if word.startswith("tests/")):
-        file, _, name = word.partition("::")
-        function, _, case = name.partition("[")
-        assert (ROOT / file).exists(), word
-        assert not function or f"def {function}(" in (ROOT / file).read_text(encoding="utf-8"), word
-        assert not case or case.removesuffix("]") in CASES, word
-
-
-@pytest.mark.parametrize("stage", stages.STAGES)
-def test_parts_have_unique_names_fit_the_limit_and_get_the_engine_arguments(stage: str) -> None:
-    """Where inductor fails on a GPU: `--engine '{"enforce_eager": true}'`."""
-    for is_toy in (False, True):
-        parts = stages.STAGES[stage](Programme(is_toy, {"enforce_eager": True}))
-        assert len({one.name for one in parts}) == len(parts) > 0
-        for one in parts:
-            assert 0 < one.seconds <= programme.LIMIT_S
-            if {"regenerate", "serve"} & set(one.command):
-                assert json.loads(one.command[one.command.index("--engine") + 1])["enforce_eager"] is True, one.name
-            if "--until" in one.command:  # a window ends before its part is stopped
-                assert float(one.command[1 + one.command.index("--until")]) < one.seconds
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The site of docs/ builds and loads nothing from other hosts, links lead to targets, generated pages are current."""
+"""The site of docs/ builds and loads nothing from other hosts, links lead to targets."""
 
 from __future__ import annotations
 
@@ -7,12 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
-import torch
-
-from vllm_mtpc.config.mtpc_config import HeadConfig
-from vllm_mtpc.heads.head import build_head
 
 CODE = re.compile(r"^( *)```.*?^\1```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!\w+:)([^)\s#]*)#?([^)\s]*)\)")  # of a file here; its anchor
@@ -48,18 +42,3 @@ def test_links_of_the_markdown_lead_to_files_and_headings(root: Path) -> None:
             if not target.exists() or (anchor and anchor not in anchors(target.read_text(encoding="utf-8"))):
                 wrong.append(f"{file.relative_to(root)}: {path}#{anchor}")
     assert not wrong
-
-
-@pytest.mark.parametrize("vocab, size", [(2048, 1024), (32000, 2048), (32000, 4096), (128256, 4096), (151936, 4096)])
-def test_table_of_head_sizes_is_computed(root: Path, vocab: int, size: int) -> None:
-    """A row of the last table of docs/your-model.md."""
-    shown = []
-    for component_rank, token_rank in ((0, 0), (16, 0), (16, 32)):
-        leaves = {"kind": "lm_head", "component_rank": component_rank, "token_rank": token_rank}
-        sizes = {"circuit": "btree", "num_components": 8, "window": 8, "trunk": {"kind": "none"}, "leaves": leaves}
-        with torch.device("meta"):
-            target = {"vocab_size": vocab, "hidden_size": size}
-            head = build_head(HeadConfig.create(**sizes, target=target, verifier="x"))
-        shown.append(f"{sum(parameter.numel() for parameter in head.parameters()) / 1e6:.1f}M")
-    row = f"| {' | '.join([f'{vocab:,}', f'{size:,}', *shown, f'{4 * 8 * 8 * vocab / 1e6:.1f} MB'])} |"
-    assert row in (root / "docs" / "your-model.md").read_text(encoding="utf-8"), row
