@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import traceback
+import sys
 from collections import Counter
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ ALWAYS = ("device", "type", "nvrtc", "graph")
 SERVING = ("step", "in graph")
 OWN = ("/proposers/", "/vllm_mtpc/", "/kernels/")
 HIDDEN = ("/torch/", "/tests/gpu_rehearsal/")
+DEEPEST = 60  # frames that are looked at
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,14 @@ class Notes:
 
     def add(self, kind: str, what: str, ours: bool | None = None) -> None:
         """Note an event here; `ours`: whose it is, by default this package's if one of its frames is in the stack."""
-        frames = [
-            frame for frame in traceback.extract_stack(limit=60) if not any(part in frame.filename for part in HIDDEN)
-        ]
-        own = [frame for frame in frames if any(part in frame.filename for part in OWN)]
-        own = [frame for frame in own if "/site-packages/" not in frame.filename]
-        shown = frames[-1:] + [frame for frame in own[-2:] if frame is not frames[-1]]
-        where = " < ".join(f"{_short(frame.filename)}:{frame.lineno}" for frame in shown)
+        frames, frame = list[tuple[str, int]](), sys._getframe(1)
+        while frame is not None and len(frames) < DEEPEST:
+            frames.append((frame.f_code.co_filename, frame.f_lineno))
+            frame = frame.f_back
+        frames = [one for one in reversed(frames) if not any(part in one[0] for part in HIDDEN)]
+        own = [one for one in frames if any(part in one[0] for part in OWN) and "/site-packages/" not in one[0]]
+        shown = frames[-1:] + [one for one in own[-2:] if one is not frames[-1]]
+        where = " < ".join(f"{_short(file)}:{line}" for file, line in shown)
         self.found[Finding(self.phase, kind, what, where, bool(own) if ours is None else ours)] += 1
 
 
