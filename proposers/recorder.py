@@ -22,7 +22,7 @@ from vllm.distributed import get_tensor_model_parallel_rank
 
 from vllm_mtpc.files import replacing
 from vllm_mtpc.heads.trunk.drafter import DRAFTER
-from vllm_mtpc.proposers.worker.drafter import DrafterLmHead
+from vllm_mtpc.proposers.worker.load import DrafterLmHead
 
 
 class Recorder:

@@ -12,7 +12,7 @@ from vllm_mtpc.kernels.couple.naive import Others
 def accept(
     tokens: Tensor, drafts: Tensor, cu_num_logits: Tensor, width: int, others: Others | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the accepted tokens [R, width] int64 and their number [R] int32, as `naive.accept`; by Triton on a GPU."""
+    """Return `naive.accept`; on a GPU by the Triton kernel."""
     if not tokens.is_cuda:
         return naive.accept(tokens, drafts, cu_num_logits, width, others)
     from vllm_mtpc.kernels.couple import kernel  # importing it imports triton

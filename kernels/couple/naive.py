@@ -11,17 +11,11 @@ Others = tuple[Tensor, Tensor, Tensor]  # is_coupled [R] bool; kept [R, width] i
 def accept(
     tokens: Tensor, drafts: Tensor, cu_num_logits: Tensor, width: int, others: Others | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the accepted tokens: row j's token while every token before it equals the draft of the row after it.
+    """Return the accepted tokens [R, width] int64, -1 after the last, and their number [R] int32 (README.md).
 
-    Args:
-        tokens: [T] int64, sampled at every row.
-        drafts: [T] integers, the input token of every row.
-        cu_num_logits: [R + 1] int32; request r has the rows cu_num_logits[r] .. cu_num_logits[r + 1] - 1.
-        width: maximum rows of a request.
-        others: results of other requests, overwritten for the coupled ones and returned; None: all are coupled.
-
-    Returns:
-        Tokens [R, width] int64, -1 after the last, and their number [R] int32.
+    tokens, drafts: [T], the token sampled at every row, and its input token.
+    cu_num_logits: [R + 1]; request r has the rows cu_num_logits[r] .. cu_num_logits[r + 1] - 1, at most `width`.
+    others: results of other requests, overwritten for the coupled ones and returned; None: all are coupled.
     """
     columns = torch.arange(width, device=tokens.device)
     first = cu_num_logits[:-1, None].long()  # [R, 1]

@@ -58,10 +58,7 @@ class CircuitDrafter:
     """Drafts of batches of circuits of one program.
 
     Args:
-        program: of the circuit (`filter/program.py`).
-        num_components: r, at most 128.
-        vocab_size: V.
-        device: of all tensors.
+        program, num_components, vocab_size, device: of the circuits (r is at most 128), and of all tensors.
         noised_argmax: jit function (logits, keys, mask, seed, pos, temp, IS_DRAFTING, USE_FP64) -> (value, index) of
             one vector: vLLM's `gumbel_noised_argmax`, the only source of noise.
         use_fp64: whether noised values are compared in float64.
@@ -113,30 +110,10 @@ class CircuitDrafter:
         allowed: Tensor | None = None,
         draw: bool = True,
     ) -> None:
-        """Write K drafts of every request to `tokens`, with their confidences and conditionals.
+        """Write K drafts of every request to `tokens`, with their confidences and conditionals (`cache`).
 
-        Args:
-            evidence: [B, r], log p(x_1 | z); this and the next three in any float dtype. None, on the path of blocks:
-                the leaves begin with that of x_1.
-            leaf: [B, K, r, V], logits of x_2 .. x_(1+K).
-            root: [B, r], logits.
-            inner: [B, F, r, r], logits.
-            first: [B] int64, x_1; needed with a bigram and without evidence.
-            bigram: of K positions, over the whole vocabulary also with a shard.
-            low: differences of the components, of the positions of `leaf`, which then is [B, K, 1, V]; in blocks only.
-            slots: [B] int, index of a request into temperature, seeds and cache; -1: a padded row, drafted by argmax
-                and not cached.
-            temperature: [slots]; 0: the draft is the argmax.
-            seeds: [slots] int64.
-            pos: [B] int64; pos + k keys the noise of draft k, and its value selects the noise stream.
-            tokens: [B, K] int64, written.
-            confidences: [B, K] float32, written.
-            cache: [slots, K or more, V] of any float dtype, or None. cache[slot, k] becomes log q_k before temperature,
-                rounded to the dtype of the cache: the values that the noise was added to. Tokens that are not in `ids`
-                are not written: the caller fills the cache with -inf once.
-            allowed: [B, K, ceil(V / 32)] int32, a bit for every token, V that of the whole vocabulary; or None. Where
-                it is 0, log q_k is -inf; the others are not normalised again.
-            draw: False drafts the argmax for every request.
+        Arguments are those of README.md; with a shard `bigram` is that of the whole vocabulary. Without `draw` the
+        draft of every request is the argmax.
         """
         if not tokens.numel():
             return

@@ -34,20 +34,9 @@ def draft(
 ) -> Tensor:
     """Draft K tokens [B, K] int64, each picked from log q(. | tokens before); float32 arithmetic.
 
-    Args:
-        program: of the circuit.
-        evidence: [B, r], log p(x_1 | z), normalised; None: the leaves begin with that of x_1.
-        leaf_logits: [B, K, r, V], not normalised; with a shard this rank's columns [B, K, r, rows].
-        root_logits: [B, r], not normalised.
-        inner_logits: [B, F, r, r], not normalised.
-        first: [B] int64, x_1; needed with a bigram and without evidence.
-        bigram: term of the token before in the logits of each draft.
-        low: differences of the components from leaf_logits, which then are [B, k, 1, V].
-        pick: (log q [B, V] float32, k) -> tokens [B].
-        dtype: log q is rounded to it before a token is picked, since it is stored and scored in that dtype.
-        shard: of a divided vocabulary; every rank picks from the same log q [B, V].
-        ids: [Vd] int64, the tokens of the columns of leaves, `low.out` and `bigram.target`; `pick` then returns columns
-            of log q [B, Vd]. Not with a shard or without evidence.
+    Other arguments are those of README.md. With `ids` [Vd] `pick` returns columns of log q [B, Vd].
+    dtype: log q is rounded to it before a token is picked, since it is stored and scored in that dtype.
+    shard: of a divided vocabulary, with leaf_logits [B, K, r, rows]; every rank picks from the same log q [B, V].
     """
     if low is not None:
         leaf_logits = LowRank(low.low.float(), low.out.float()).leaves(leaf_logits.float())
@@ -82,20 +71,3 @@ def _norms(leaf_logits: Tensor, shard: Shard) -> Tensor:
     """Log-normalisers [B, K, r] float32 over the vocabulary; position by position, as float32 needs a copy."""
     own = leaf_logits[..., : shard.stop - shard.start]
     return shard.normalisers(torch.stack([own[:, k].float().logsumexp(-1) for k in range(own.shape[1])], dim=1))
-
-
-def confidence(log_q: Tensor, temperature: Tensor, draw: bool = True) -> Tensor:
-    """Return [B], the probability that two draws are the same token, sum_v q_T(v)^2, or max_v q_T(v) of an argmax.
-
-    It is a function of the distribution alone: a length chosen by the drawn token would bias the output.
-
-    Args:
-        log_q: [B, V].
-        temperature: [B]; 0: the draft is the argmax, and T = 1.
-        draw: False: every draft is the argmax.
-    """
-    is_greedy = temperature == 0
-    scaled = log_q / torch.where(is_greedy, 1.0, temperature)[:, None]
-    probs = scaled.softmax(dim=-1)
-    argmax = probs.amax(dim=-1)
-    return torch.where(is_greedy, argmax, probs.square().sum(dim=-1)) if draw else argmax

@@ -14,14 +14,9 @@ from vllm_mtpc.kernels.filter.program import Instruction, Op, Program
 def advance(
     instructions: Sequence[Instruction], weights: Tensor, stack: Sequence[Tensor], message: Tensor, inner: Tensor
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return weights and stack after one list of a program.
+    """Return weights [B, r] and stack, [B, r] each, after one list of a program.
 
-    Args:
-        instructions: the list.
-        weights: [B, r].
-        stack: [B, r] each.
-        message: [B, r], evidence of the last token.
-        inner: [B, F, r, r], log-softmax.
+    message: [B, r], evidence of the last token; inner: [B, F, r, r], log-softmax.
     """
     stack = list(stack)
     for op, index in instructions:

@@ -16,10 +16,7 @@ __all__ = ["evidence_of", "logits", "terms", "terms_of"]
 def terms(states: Tensor, weight: Tensor, token: Tensor) -> Tensor:
     """Return log-normaliser and logit [B, 2, r] float32 of token [B] int64, on a GPU without storing the logits.
 
-    Args:
-        states: [B, D].
-        weight: [r, V, D].
-        token: [B]; outside 0 .. V - 1 its logit is -inf.
+    states: [B, D]; weight: [r, V, D]; outside 0 .. V - 1 the token's logit is -inf.
     """
     if not states.is_cuda:
         return naive.terms(states, weight, token)

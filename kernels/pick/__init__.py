@@ -17,7 +17,7 @@ def pick(logits: Tensor, u: Tensor) -> Tensor:
 def select_tokens(
     logits: Tensor, slots: Tensor, pos: Tensor, seeds: Tensor, temperature: Tensor, trust: float | None = None
 ) -> Tensor:
-    """Return the token of each row that its request's u selects (`naive.select_tokens`); on a GPU by Triton kernels."""
+    """Return `naive.select_tokens`; on a GPU by Triton kernels."""
     return _implementation(logits).select_tokens(logits, slots, pos, seeds, temperature, trust)
 
 

@@ -37,15 +37,9 @@ def of_mass(mass: Tensor, u: Tensor) -> Tensor:
 
 
 def conditional(logits: Tensor, u: Tensor, trust: float) -> Tensor:
-    """Return P(v | u) as above; tokens without mass (-inf, NaN) have none.
+    """Return P(v | u) as above, [..., V] float64, of logits [..., V], u [...] and r = trust < 1.
 
-    Args:
-        logits: [..., V], of P.
-        u: [...] in [0, 1), multiples of 2^-24.
-        trust: r, below 1.
-
-    Returns:
-        [..., V] float64.
+    u: in [0, 1), multiples of 2^-24. Tokens without mass (-inf, NaN) have none.
     """
     mass = torch.where(logits > -torch.inf, logits, -torch.inf).double().softmax(-1)
     below = mass_below(mass.cumsum(-1).clamp(max=1), u[..., None], trust)
@@ -62,18 +56,11 @@ def mass_below(cumulative: Tensor, u: Tensor, trust: float) -> Tensor:
 def select_tokens(
     logits: Tensor, slots: Tensor, pos: Tensor, seeds: Tensor, temperature: Tensor, trust: float | None = None
 ) -> Tensor:
-    """Return the token of each row that its request's u selects: the argmax at temperature 0.
+    """Return the token [T] int64 of each row that its request's u selects: the argmax at temperature 0.
 
-    Args:
-        logits: [T, V], which include the temperature.
-        slots: [T], request slot of each row.
-        pos: [T], the position that the u of its token is hashed from.
-        seeds: [slots], int64.
-        temperature: [slots], float32.
-        trust: None: Pick(u, softmax(logits)); else the token with the largest P(v | u).
-
-    Returns:
-        [T] int64.
+    logits: [T, V], which include the temperature; seeds, temperature: [slots], int64 and float32.
+    slots, pos: [T], request slot of each row, and the position that the u of its token is hashed from.
+    trust: None: Pick(u, softmax(logits)); else the token with the largest P(v | u).
     """
     u = uniform(seeds[slots], pos)
     picked = pick(logits.float(), u) if trust is None else conditional(logits, u, trust).argmax(-1)

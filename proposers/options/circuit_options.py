@@ -48,6 +48,7 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
         mask_drafts: whether drafts of structured requests are masked with their grammar.
         verify: how drafted tokens are verified. None: requests with a seed by coupling, others by rejection.
         model_folder: `model`; Model Runner V1 needs `model` for another value while it starts.
+        is_planned: whether the online plan chooses K; it starts from the default schedule.
         own_schedule: the schedule of dense data-parallel engines, until vLLM has made their configuration.
         hosted: vLLM's config of the drafter whose states the head reads; None: the head has none.
     """
@@ -69,7 +70,7 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
     # vLLM 0.33's "fly" keeps drafts that must be rejected
     rejection_sample_method: Literal["standard", "block", "synthetic"] = "standard"
     model_folder: str = ""
-    has_default_schedule: bool = False
+    is_planned: bool = False
     own_schedule: SkipValidation[Schedule | None] = None
     hosted: SkipValidation[SpeculativeConfig | None] = None
 
@@ -122,7 +123,7 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
         steps_together = parallel.data_parallel_size > 1 and target.is_moe
         if needs_default and not steps_together and not is_synthetic:
             made.num_speculative_tokens_per_batch_size = made.default_schedule()
-            made.has_default_schedule = True
+            made.is_planned = True
         if parallel.data_parallel_size > 1 and not steps_together:  # vLLM refuses a schedule with data parallelism
             made.own_schedule = made.num_speculative_tokens_per_batch_size
             made.num_speculative_tokens_per_batch_size = None
@@ -139,10 +140,6 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
         """Return the most drafts that the online plan chooses, by batch size."""
         most = self.num_speculative_tokens
         return [(1, LARGEST, most)] if current_platform.is_cpu() else gpu_schedule(most)
-
-    @property
-    def is_planned(self) -> bool:
-        return self.has_default_schedule
 
     @property
     def arms(self) -> tuple[int, ...]:
@@ -219,7 +216,7 @@ class MtpcSpeculativeConfig(SpeculativeConfig):
         refuse(refusals.circuit_engine_rows(self, vllm_config))
         if not vllm_config.use_v2_model_runner:
             vllm_config.scheduler_config.async_scheduling = False  # V1 drafts from token lists on the host
-            if self.has_default_schedule:  # K of any batch size
+            if self.is_planned:  # K of any batch size
                 self.num_speculative_tokens_per_batch_size = None
 
 

@@ -45,9 +45,7 @@ class PtpSpeculativeConfig(MtpcSpeculativeConfig):
 
     def default_schedule(self) -> Schedule:
         """Return as many drafts as the rows of each batch size give; on a GPU few lengths, each with its graphs."""
-        most = self.num_speculative_tokens
-        by_batch = [most] * (self.max_aux_rows + 1)
-        groups = plan_groups(self.head, by_batch, self.draft_pass == "two-pass", self.max_aux_rows)
+        most, groups = self.num_speculative_tokens, self.row_groups(self.max_aux_rows + 1)
         drafts = (max(sizes) + groups.leading - self.head.first_row if any(sizes) else 0 for sizes in groups.sizes)
         by_batch = [min(most, max(0, count)) for count in drafts]
         return merge_ranges(by_batch if current_platform.is_cpu() else limit_lengths(by_batch))

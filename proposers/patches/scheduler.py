@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,19 @@ from vllm_mtpc.plan.draft_schedule import card_rates, expand_schedule, prior_cos
 from vllm_mtpc.plan.online_plan import CLASSES, OnlinePlan, request_class
 from vllm_mtpc.proposers.options.request_options import excludes_drafts, max_drafts
 from vllm_mtpc.proposers.options.switches import logger
-from vllm_mtpc.proposers.patches.engine_core import post_step
-from vllm_mtpc.proposers.patches.patch import apply, refuse_moved
-from vllm_mtpc.proposers.worker.counts import COSTS, DRAFTS, PRUNED, append_counts, class_name, count_by_class
+from vllm_mtpc.proposers.patches.patch import apply, patch, refuse_moved
+from vllm_mtpc.proposers.worker import counts
 from vllm_mtpc.proposers.worker.derive import derived, extend_object
 from vllm_mtpc.proposers.worker.grammar_masks import HeadStructuredOutputManager
 
 SENT_STEPS = 16  # steps without drafts whose counts the front end receives together
+
+
+@patch("vllm.v1.engine.core", "EngineCore.post_step", needs=("self", "model_executed"))
+def post_step(original: Callable[..., None], self: Any, model_executed: bool) -> None:
+    """Ask a V1 worker of a head for no drafts, which come with its output. Applied in the engine core of a head."""
+    if not getattr(self.scheduler, "has_drafts_in_output", False):  # other engines of the process ask
+        original(self, model_executed)
 
 
 class HeadSchedulerConfig(SchedulerConfig):
@@ -102,12 +109,12 @@ class HeadScheduler(Scheduler):
     def add_request(self, request: Any) -> None:
         super().add_request(request)
         name, asked = request.request_id, max_drafts(request.sampling_params, self.num_spec_tokens)
-        self.kinds[name] = class_name(request)
+        self.kinds[name] = counts.class_name(request)
         if self.use_v2_model_runner and asked < self.num_spec_tokens:
             self.drafts_asked[name] = asked
         if excludes_drafts(request.sampling_params):
             self.without_drafts.add(name)
-        if is_sampled(request):
+        if counts.is_sampled(request):
             self.sampled.add(name)
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -142,22 +149,22 @@ class HeadScheduler(Scheduler):
                 request.spec_token_ids = [*request.spec_token_ids, -1]  # the runner has the token, and rejects it
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        pruned = getattr(model_runner_output, PRUNED, None)
+        pruned = getattr(model_runner_output, counts.PRUNED, None)
         verified = self._subtract_surplus(scheduler_output)
         if self.use_v2_model_runner and model_runner_output.req_ids:  # on V1 the worker counts them
             pruned = self._count_pruned(scheduler_output)
-        if self.plan is not None and (costs := getattr(model_runner_output, COSTS, None)) is not None:
+        if self.plan is not None and (costs := getattr(model_runner_output, counts.COSTS, None)) is not None:
             self.plan.set_costs(costs)
             self.kv_cost *= costs[1, 0]  # a step of one row takes as long as its weights take to read
         if self.plan is not None and model_runner_output.req_ids:
             self._learn(self.plan, scheduler_output, model_runner_output, verified)
         if pruned is not None and self.log_stats:  # before vLLM removes requests that end
-            for part in (pruned, count_by_class(self.kinds, verified, model_runner_output)):
+            for part in (pruned, counts.count_by_class(self.kinds, verified, model_runner_output)):
                 for name, count in part.items():
                     self.counts[name] += count
             self.counted_steps += 1
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if (drafts := getattr(model_runner_output, DRAFTS, None)) is not None:
+        if (drafts := getattr(model_runner_output, counts.DRAFTS, None)) is not None:
             self.update_draft_token_ids(drafts)
         if self.counted_steps and (verified or not self.requests or self.counted_steps >= SENT_STEPS):
             self._send_counts(outputs)
@@ -191,7 +198,7 @@ class HeadScheduler(Scheduler):
             self.counts.update(self.plan.take_times())
         if stats.spec_decoding_stats is None:  # a step that verified nothing
             stats.spec_decoding_stats = SpecDecodingStats.new(self.num_spec_tokens)
-        append_counts(stats.spec_decoding_stats, self.counts)
+        counts.append_counts(stats.spec_decoding_stats, self.counts)
         self.counts, self.counted_steps = Counter[str](), 0
 
     def _learn(self, plan: OnlinePlan, scheduler_output: Any, output: Any, drafts: dict[str, list[int]]) -> None:
@@ -219,11 +226,6 @@ class HeadScheduler(Scheduler):
                 logger.warning(text, 100 * share)
 
 
-def is_sampled(request: Any) -> bool:
-    """Return whether one of vLLM's requests is sampled."""
-    return request.sampling_params is None or request.sampling_params.temperature > 0
-
-
 def class_of(request: Any) -> int:
     """Return the class of acceptance of one of vLLM's requests."""
-    return request_class(is_sampled(request), request.num_computed_tokens)
+    return request_class(counts.is_sampled(request), request.num_computed_tokens)

@@ -18,7 +18,6 @@ from vllm_mtpc import METHODS
 from vllm_mtpc.families import FAMILIES
 from vllm_mtpc.proposers.options import versions
 from vllm_mtpc.proposers.options.switches import AUTO, is_on, logger, warn
-from vllm_mtpc.proposers.patches.engine_core import post_step
 from vllm_mtpc.proposers.patches.patch import Patch, applied, apply, patch, refuse_moved
 
 if TYPE_CHECKING:
@@ -329,7 +328,6 @@ WITH_HEAD: tuple[Patch, ...] = (
     spec_decoding_logging,
     spec_decoding_prom,
     ray_spec_decoding_prom,
-    post_step,
     init_speculator,
 )
 WITH_HEAD_SWAP: tuple[Patch, ...] = (attach_endpoint_plugins,)

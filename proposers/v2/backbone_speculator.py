@@ -203,20 +203,12 @@ class BackboneSpeculator(MtpcSpeculator):
         tables = self.block_tables
         for group in set(self.group_of):
             place_query_rows[(num_reqs,)](
-                slot_ptr=self.idx_mapping,
-                row_ptr=self.last_rows,
-                read_ptr=self.target_input_buffers.positions,
-                table_ptr=tables.input_block_tables[group],
-                table_stride=tables.input_block_tables[group].stride(0),
-                positions_ptr=self.row_positions,
-                slots_ptr=self.row_slots[group],
-                ends_ptr=self.ends,
-                block_size=tables.block_sizes[group],
-                max_len=self.max_model_len,
-                queries=self.num_queries,
-                PAD=PAD_SLOT_ID,
-                BLOCK=triton.next_power_of_2(self.num_queries),
-            )
+                slot_ptr=self.idx_mapping, row_ptr=self.last_rows, read_ptr=self.target_input_buffers.positions,
+                table_ptr=tables.input_block_tables[group], table_stride=tables.input_block_tables[group].stride(0),
+                positions_ptr=self.row_positions, slots_ptr=self.row_slots[group], ends_ptr=self.ends,
+                block_size=tables.block_sizes[group], max_len=self.max_model_len, queries=self.num_queries,
+                PAD=PAD_SLOT_ID, BLOCK=triton.next_power_of_2(self.num_queries),
+            )  # fmt: skip
 
     def _build_query_metadata(self, upper: Tensor, for_capture: bool = False) -> None:
         """Set the attention metadata of the queries; upper: [R], on the host, bounds on the length of each request."""

@@ -32,7 +32,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm_mtpc.heads.head import Head
 from vllm_mtpc.proposers.v2.draft_graphs import replace_attributes
 from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator
-from vllm_mtpc.proposers.worker.drafter import DrafterLmHead
+from vllm_mtpc.proposers.worker.load import DrafterLmHead
 
 SPECULATORS: dict[str, type[DraftModelSpeculator]] = {
     "mtp": MTPSpeculator,

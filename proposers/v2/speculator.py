@@ -76,7 +76,8 @@ class HeadSpeculator(DraftModelSpeculator):
 
     Attributes:
         last_rows, first_tokens, first_pos: [max_num_reqs], int64: the row of each request's last accepted token in the
-            batch, the token x_1 after it, and the position of x_1 in its stream of noise.
+            batch, the token x_1 after it, and the position of x_1 in its stream of noise: vLLM keys the noise of a
+            token by the position before it.
         hidden_states: what drafts are made from; [max_num_reqs, D] of `last_rows` where `copies_states`.
         row_positions, row_slots: of own rows, [rows] and [KV cache groups, rows], int64.
         metadata: attention metadata of the rows' pass; None before there are KV caches.
@@ -127,18 +128,10 @@ class HeadSpeculator(DraftModelSpeculator):
         num_speculative_tokens: int | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Draft for the R requests of a step.
+        """Return the drafts of R requests, [R, K], int64; columns from `num_speculative_tokens` on are stale.
 
-        Args:
-            attn_metadata, slot_mappings: by layer; None before there are KV caches.
-            last_hidden_states, aux_hidden_states: [num_tokens, D], after the final norm, and of selected layers.
-            num_sampled, num_rejected: [R], tokens and rejected drafts; 0 tokens where a prompt is not read to its end.
-            last_sampled, next_prefill_tokens: [max_num_reqs, 1] and [lookahead, max_num_reqs].
-            temperature, seeds: [max_num_reqs].
-            num_speculative_tokens: None in vLLM's dummy runs.
-
-        Returns:
-            [R, K], int64; the first `num_speculative_tokens` columns are drafts, the others are stale.
+        attn_metadata, slot_mappings: None before there are KV caches. num_sampled: 0 where a prompt is not read to its
+        end. num_speculative_tokens: None in vLLM's dummy runs. BaseSpeculator has the shapes.
         """
         num_reqs = input_batch.num_reqs
         num_drafts = self.drafts_by_batch[num_reqs] if num_speculative_tokens is None else num_speculative_tokens
@@ -148,32 +141,16 @@ class HeadSpeculator(DraftModelSpeculator):
             self._warm_up()
         elif num_drafts > 0:
             gather_inputs[(self.max_num_reqs,)](
-                ends_ptr=input_batch.query_start_loc[1:],
-                rejected_ptr=num_rejected,
-                sampled_ptr=num_sampled,
-                slot_ptr=input_batch.idx_mapping,
-                last_sampled_ptr=last_sampled,
-                last_sampled_stride=last_sampled.stride(0),
-                next_prefill_ptr=next_prefill_tokens,
-                next_prefill_stride=next_prefill_tokens.stride(1),
-                positions_ptr=input_batch.positions,
-                stream_ptr=self._stream(),
-                temperature_ptr=temperature,
-                seed_ptr=seeds,
-                state_ptr=states,
-                state_stride=states.stride(0),
-                to_row_ptr=self.last_rows,
-                to_first_ptr=self.first_tokens,
-                to_pos_ptr=self.first_pos,
-                to_slot_ptr=self.idx_mapping,
-                to_temperature_ptr=self.temperature,
-                to_seed_ptr=self.seeds,
-                to_state_ptr=self.hidden_states,
-                num_reqs=num_reqs,
-                num_real=0 if dummy_run else num_reqs,
-                width=states.shape[1],
-                BLOCK=1024 if self.copies_states else 0,
-            )
+                ends_ptr=input_batch.query_start_loc[1:], rejected_ptr=num_rejected, sampled_ptr=num_sampled,
+                slot_ptr=input_batch.idx_mapping, positions_ptr=input_batch.positions, stream_ptr=self._stream(),
+                last_sampled_ptr=last_sampled, last_sampled_stride=last_sampled.stride(0),
+                next_prefill_ptr=next_prefill_tokens, next_prefill_stride=next_prefill_tokens.stride(1),
+                temperature_ptr=temperature, seed_ptr=seeds, state_ptr=states, state_stride=states.stride(0),
+                to_row_ptr=self.last_rows, to_first_ptr=self.first_tokens, to_pos_ptr=self.first_pos,
+                to_slot_ptr=self.idx_mapping, to_temperature_ptr=self.temperature, to_seed_ptr=self.seeds,
+                to_state_ptr=self.hidden_states, num_reqs=num_reqs, num_real=0 if dummy_run else num_reqs,
+                width=states.shape[1], BLOCK=1024 if self.copies_states else 0,
+            )  # fmt: skip
             self._draft_step(input_batch, states, num_sampled, num_drafts, dummy_run)
         if attn_metadata is not None:
             self._finish_step()
@@ -250,8 +227,6 @@ class MtpcSpeculator(HeadSpeculator):
         self.use_acceptance_estimator = False
         self.needs_step_seeds = needs_fresh_noise(self.speculative_config)
         self.hidden_states = torch.zeros(self.max_num_reqs, self.hidden_size, dtype=self.dtype, device=device)
-        # vLLM keys the noise of a token by the position before it: that of x_1 for the first draft
-        self.noise_pos = self.first_pos
         self.is_drawn = self.draft_logits is not None  # else drafts are the argmax
         if self.speculative_config.verify == "coupled":  # no draft is scored
             self.draft_logits: Tensor | None = None
@@ -354,7 +329,7 @@ class MtpcSpeculator(HeadSpeculator):
     def _renew_seeds(self, slots: Tensor) -> None:
         """Give requests in slots [R] that are not coupled the seeds of this step's noise."""
         stream, own = self._stream()[slots], self.seeds[slots]
-        fresh = step_seeds(own, self.noise_pos[: len(slots)] - stream)
+        fresh = step_seeds(own, self.first_pos[: len(slots)] - stream)
         self.seeds[slots] = torch.where(stream == 0, own, fresh)
 
     def _prepare_inputs(self, input_batch: InputBatch, graph: Any) -> None:
@@ -386,17 +361,10 @@ class MtpcSpeculator(HeadSpeculator):
     ) -> None:
         """Fill tokens and confidences [S, K] and log q of these rows; allowed: bitmasks [S, K, words], or None."""
         drafter(
-            *params,
-            slots=self.idx_mapping[rows],
-            temperature=self.temperature,
-            seeds=self.seeds,
-            pos=self.noise_pos[rows],
-            tokens=tokens,
-            confidences=confidences,
-            cache=self.draft_logits,
-            allowed=allowed,
-            draw=self.is_drawn,
-        )
+            *params, slots=self.idx_mapping[rows], temperature=self.temperature, seeds=self.seeds,
+            pos=self.first_pos[rows], tokens=tokens, confidences=confidences, cache=self.draft_logits,
+            allowed=allowed, draw=self.is_drawn,
+        )  # fmt: skip
 
     def _generate_masked_draft(
         self, input_batch: InputBatch, rows: list[int], num_sampled: Tensor, num_drafts: int

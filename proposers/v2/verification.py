@@ -68,13 +68,6 @@ def step_seeds(seeds: Tensor, anchor: Tensor) -> Tensor:
     return seeds ^ (anchor.long() << 32)
 
 
-def unmark_first(invalid: Tensor) -> Tensor:
-    """Return invalid [T] with the first row of each run unmarked; the first row of a request is always valid."""
-    kept = invalid.clone()
-    kept[1:] &= invalid[:-1]
-    return kept
-
-
 def u_of(seeds: Tensor, temperature: Tensor, slots: Tensor, pos: Tensor) -> Tensor:
     """Return u [T], float32, of the tokens after positions pos [T] of requests in slots [T]; seeds, ..: [slots]."""
     return torch.where(temperature[slots] == 0, GREEDY_U, uniform(seeds[slots], pos))
@@ -151,7 +144,8 @@ class HeadSampler(RejectionSampler):
         self, logits: Tensor, input_batch: Any, draft_logits: Tensor | None = None, invalid_drafts: Tensor | None = None
     ) -> Any:
         if draft_logits is not None and invalid_drafts is not None:
-            invalid_drafts = unmark_first(invalid_drafts)
+            first, invalid_drafts = invalid_drafts, invalid_drafts.clone()
+            invalid_drafts[1:] &= first[:-1]  # without the first of each run; a request's first row is always valid
         states = self.sampler.sampling_states
         if (states.most.np[input_batch.idx_mapping_np] < self.num_speculative_steps).any():
             surplus = input_batch.expanded_local_pos > states.most.gpu[input_batch.expanded_idx_mapping]

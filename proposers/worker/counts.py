@@ -41,11 +41,14 @@ def read_counts(stats: Any) -> Counter[str]:
     return Counter(dict(zip(NAMES, stats.num_draft_tokens_per_pos[stats.num_spec_tokens :], strict=False)))
 
 
+def is_sampled(request: Any) -> bool:
+    """Return whether one of vLLM's requests is sampled."""
+    return request.sampling_params is None or request.sampling_params.temperature > 0
+
+
 def class_name(request: Any) -> str:
     """Return which of CLASSES one of vLLM's requests belongs to."""
-    sampling = request.sampling_params
-    is_sampled = sampling is None or sampling.temperature > 0
-    return "structured" if request.use_structured_output else "sampled" if is_sampled else "greedy"
+    return "structured" if request.use_structured_output else "sampled" if is_sampled(request) else "greedy"
 
 
 def count_by_class(kinds: Mapping[str, str], verified: Mapping[str, Any], output: Any) -> dict[str, int]:

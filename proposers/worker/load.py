@@ -1,4 +1,4 @@
-"""Load a head in a worker, with access to the target's lm_head and embeddings where it reads them."""
+"""Load a head in a worker, with access to the lm_head and embeddings of the target or drafter where it reads them."""
 
 from __future__ import annotations
 
@@ -32,6 +32,34 @@ UNITS = 64  # states whose logits are computed at once to read the rows of an lm
 LARGE, SAME = 100.0, 0.05
 Made = TypeVar("Made")
 _gather = partial(tensor_model_parallel_all_gather, dim=0)
+
+
+class DrafterLmHead(nn.Module):
+    """The lm_head of a model of vLLM without the norm that some (DeepSeek, GLM) apply in `compute_logits`.
+
+    model: the drafter; hidden_size, dtype: of its states.
+    """
+
+    def __init__(self, model: nn.Module, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.model = (model,)  # in a tuple: no submodule
+        self.processor = next(part for part in model.modules() if isinstance(part, LogitsProcessor))
+        calls: list[tuple[Any, ...]] = []
+        with self.processor.register_forward_pre_hook(lambda _, args: calls.append(args)):
+            model.compute_logits(torch.zeros(1, hidden_size, dtype=dtype, device=next(model.parameters()).device))
+        self.lm_head: nn.Module = calls[0][0]
+
+    def compute_logits(self, states: Tensor) -> Tensor:
+        """Return the logits of normalised states [R, D]."""
+        return self.processor(self.lm_head, states)
+
+    def normalised(self, states: Tensor) -> Tensor:
+        """Return what the lm_head multiplies for states [R, D] of the drafter's forward pass."""
+        self.processor.forward = lambda lm_head, states, *args, **kwargs: states
+        try:
+            return self.model[0].compute_logits(states)
+        finally:
+            del self.processor.forward
 
 
 def log_drafts(vllm_config: Any, graphs: str) -> None:

@@ -53,13 +53,10 @@ def swap(runner: Any, path: str) -> dict[str, Any]:
         commit()
     vars(spec).update(model=made.model, model_folder=made.model_folder, head=made.head)  # without validation
     logger.info("Swapped the head: %r", spec)
-    head = made.head
-    is_circuit = made.method == "mtpc"
-    own = (
-        {"circuit": head.circuit.kind, "num_components": head.num_components}
-        if is_circuit
-        else {"variant": head.variant}
-    )
+    if (head := made.head).speculators_model_type == "mtpc":
+        own = {"circuit": head.circuit.kind, "num_components": head.num_components}
+    else:
+        own = {"variant": head.variant}
     return {"head": made.model_folder, "method": made.method, "window": head.window} | own
 
 

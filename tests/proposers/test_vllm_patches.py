@@ -201,5 +201,5 @@ def test_the_page_lists_every_replaced_attribute(root: Path) -> None:
     table = page.partition("\n| vLLM attribute |")[2].partition("\n## ")[0]
     listed = set(re.findall(r"^\| `(?:vllm\.)?([\w.]+: [\w.]+)`", table, re.MULTILINE))
     patches = (*vllm_patches.EVERY_PROCESS, *vllm_patches.WITH_HEAD, *vllm_patches.WITH_HEAD_SWAP)
-    every = {one.key for one in (*patches, registration.try_get_generation_config)}
+    every = {one.key for one in (*patches, scheduler.post_step, registration.try_get_generation_config)}
     assert listed == {key.removeprefix("vllm.").replace(":", ": ") for key in every} and len(listed) <= 16

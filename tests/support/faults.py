@@ -142,13 +142,13 @@ def _noise_of_first_row() -> Patches:
 
 @wrapping
 def _one_stream(original: Any, self: Any, *args: Any) -> None:
-    self.noise_pos %= resolve_name(f"{VERIFICATION}.DRAFTING")
+    self.first_pos %= resolve_name(f"{VERIFICATION}.DRAFTING")
     original(self, *args)
 
 
 @wrapping
 def _own_stream(original: Any, self: Any, num_reqs: int, num_drafts: int) -> None:
-    self.noise_pos[:num_reqs] += resolve_name(f"{VERIFICATION}.DRAFTING")
+    self.first_pos[:num_reqs] += resolve_name(f"{VERIFICATION}.DRAFTING")
     original(self, num_reqs, num_drafts)
 
 

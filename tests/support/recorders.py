@@ -97,7 +97,7 @@ def state_and_drafts(self: Any, row: int, name: str, drafts: torch.Tensor, given
     """Where the text ends, the state that the head reads there, and the drafts."""
     return {
         "request": request_number(name),
-        "prefix": int(self.noise_pos[row]) % resolve_name(f"{VERIFICATION}.DRAFTING"),
+        "prefix": int(self.first_pos[row]) % resolve_name(f"{VERIFICATION}.DRAFTING"),
         "hidden": self.hidden_states[row].clone(),
         "drafts": drafts[row, : given.num_speculative_tokens].clone(),  # later columns are stale
     }
