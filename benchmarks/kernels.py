@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import timing
@@ -107,22 +106,7 @@ def filter_(device: torch.device) -> Iterator[Case]:
         yield make_case("filter.filter_weights", f"{name} n={n} r={r} B={batch}", given, size_of(evidence))
 
 
-def leaf(device: torch.device) -> Iterator[Case]:
-    def eager(states: Tensor, weight: Tensor, token: Tensor) -> Tensor:
-        logits = F.linear(states, weight.flatten(0, 1)).view(-1, *weight.shape[:2]).float()
-        return logits.log_softmax(dim=-1).gather(2, token[:, None, None].expand(-1, weight.shape[0], 1))
-
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    for batch, r, vocab_size in ((batch, *size) for size in ((32, BYTES), (8, SUBWORDS)) for batch in (1, 16, 64)):
-        hidden = 256 if device.type == "cpu" else 4096 if vocab_size == BYTES else 1024
-        states = torch.randn(batch, hidden, device=device, dtype=dtype)
-        weight = torch.randn(r, vocab_size, hidden, device=device, dtype=dtype) / 64
-        token = torch.randint(vocab_size, (batch,), device=device)
-        sizes = f"x_1: B={batch} r={r} V={vocab_size} D={hidden}"
-        yield make_case("leaf.terms", sizes, (states, weight, token), 8 * batch * r, eager)
-
-
-OPERATIONS = {"uniform": uniform, "pick": pick, "couple": couple, "filter": filter_, "leaf": leaf}
+OPERATIONS = {"uniform": uniform, "pick": pick, "couple": couple, "filter": filter_}
 
 
 def main(words: list[str] | None = None) -> int:

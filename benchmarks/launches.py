@@ -114,9 +114,7 @@ class Trace(TorchDispatchMode):
         for name, value in given.items():
             if isinstance(value, Tensor):
                 self.count["bytes"] += round(share(name, value, given, self.batch) * value.numel()) * value.itemsize
-        if kernel.__name__ == "_tiles":
-            self.count["flops"] += 2 * self.batch * given["weight_ptr"].numel()
-        elif kernel.__name__ in ("leaf_blocks", "draft_blocks"):
+        if kernel.__name__ in ("leaf_blocks", "draft_blocks"):
             leaves = 1 if "k" in given else given["num_drafts"]
             terms = given["r"] * given["LOW"] + given["RANK"]
             self.count["flops"] += 2 * self.batch * leaves * terms * given["vocab_size"]

@@ -40,7 +40,7 @@ class Shard(NamedTuple):
         return min(self.start + self.rows, self.vocab_size)
 
     def join(self, terms: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return evidence [B, r] and logits [B, K, r, V] from this rank's `leaf.terms` and logits [B, K, r, rows]."""
+        """Return evidence [B, r] and logits [B, K, r, V] from `leaf.terms_of` and logits [B, K, r, rows]."""
         batch, num_drafts, r, _ = logits.shape
         own = F.pad(logits, (0, self.rows - logits.shape[3])).flatten(1)
         numbers = terms.contiguous().flatten(1).view(logits.dtype)  # as bits: not rounded
@@ -50,7 +50,7 @@ class Shard(NamedTuple):
         return picked.amax(dim=0) - norms.logsumexp(dim=0), whole[..., : self.vocab_size]
 
     def evidence(self, terms: Tensor) -> Tensor:
-        """Return the evidence [B, r] of x_1 from this rank's `leaf.terms` [B, 2, r]."""
+        """Return the evidence [B, r] of x_1 from this rank's `leaf.terms_of` [B, 2, r]."""
         norms, picked = self.gathered(terms).unbind(2)
         return picked.amax(dim=0) - norms.logsumexp(dim=0)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.filter.naive import advance
 from vllm_mtpc.kernels.filter.program import Program
-from vllm_mtpc.kernels.leaf.naive import evidence_of
+from vllm_mtpc.kernels.leaf import evidence_of
 from vllm_mtpc.kernels.low_rank import LowRank
 from vllm_mtpc.kernels.shard import Shard
 

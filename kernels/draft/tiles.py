@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
 
-from vllm_mtpc.kernels.leaf.kernel import WIDEN
-
+# Triton's interpreter multiplies the bits of bfloat16 numbers as integers; products are the same in float32
+WIDEN: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 LOW_CHUNK: tl.constexpr = tl.constexpr(16)  # columns of the components' differences, or of W1, in a product of tiles
 
 

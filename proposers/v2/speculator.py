@@ -38,7 +38,6 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_mtpc.heads.head import DraftParams, Head
 from vllm_mtpc.kernels.draft.kernel import CircuitDrafter
-from vllm_mtpc.kernels.leaf.kernel import batches
 from vllm_mtpc.plan.draft_schedule import expand_schedule
 from vllm_mtpc.proposers.options.draft_memory import gathered_rows, rows_at_once
 from vllm_mtpc.proposers.v2.draft_graphs import DraftGraphs, replace_attributes
@@ -396,8 +395,8 @@ class MtpcSpeculator(HeadSpeculator):
         """Run the largest draft, and on a GPU one of every shape that Triton compiles for, with padding requests."""
         self.idx_mapping.fill_(-1)
         for num_drafts, max_rows in self.rows_at_once.items():
-            for num_reqs in batches(max_rows) if self.device.type == "cuda" else ():
-                self._generate_draft(num_reqs, num_drafts)
+            for num_reqs in (1, 2) if self.device.type == "cuda" else ():  # a batch of 1 has other strides
+                self._generate_draft(min(num_reqs, max_rows), num_drafts)
         num_drafts, max_rows = next(iter(self.rows_at_once.items()))
         for num_reqs in {max_rows, min(max_rows, self.gathered_rows or max_rows)}:
             self._generate_draft(num_reqs, num_drafts)

@@ -155,13 +155,6 @@ def draft(
     )
 
 
-def leaves(r: int, vocab: int, hidden: int, batch: int, dtype: torch.dtype = HALF) -> None:
-    from vllm_mtpc.kernels.leaf import kernel
-
-    states, weight = empty(batch, hidden, dtype=dtype), empty(r, vocab, hidden, dtype=dtype)
-    kernel.terms(states, weight, empty(batch, dtype=LONG))
-
-
 def filters(name: str, n: int, r: int, dtype: torch.dtype = WHOLE, is_trained: bool = True) -> None:
     """Forward, and with a tape and backward, on what has a dtype; 128 components have no backward kernel."""
     from vllm_mtpc.kernels.filter import kernel
@@ -239,10 +232,6 @@ def served() -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"{model} ff, token 256", partial(draft, noise, "ff", alone, token_rank=256)
         for what, options in (DRAFTED | IN_BLOCKS if sizes[2] > SMALL_VOCAB else DRAFTED).items():
             yield f"{model} {last}, {what}", partial(draft, noise, last, sizes, **options)
-    for model, leaf in {"demo": (8, 257, 128), "EvaByte": (32, 320, 4096), "Llama": (1, 128_256, 4096)}.items():
-        for batch in (2, 17, 64):
-            yield f"{model} B={batch}", partial(leaves, *leaf, batch)
-            yield f"{model} B={batch}, float32", partial(leaves, *leaf, batch, WHOLE)
     for n, r in ((8, 8), (16, 32), (16, 64)):
         for name in CIRCUITS:
             yield f"training {name} n={n} r={r}", partial(filters, name, n, 1 if name == "ff" else r)

@@ -18,7 +18,6 @@ from torch import Tensor
 from tests.support import interpreted
 from tests.support.interpreted import moved
 from vllm_mtpc.kernels.couple import naive as couple_naive
-from vllm_mtpc.kernels.leaf import naive as leaf_naive
 from vllm_mtpc.kernels.pick import pick, select_tokens
 from vllm_mtpc.kernels.pick.naive import conditional, of_mass
 from vllm_mtpc.kernels.uniform import naive, uniform
@@ -42,23 +41,6 @@ def with_others(requests: int, width: int) -> tuple[Any, ...]:
 
 
 HALF, WHOLE = torch.bfloat16, torch.float32
-
-
-def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = WHOLE) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
-
-
-def term_case(batch: int, r: int, vocab: int, hidden: int, dtype: torch.dtype) -> tuple:
-    """Arguments of `terms`: states with NaN after every row; the first and the last token, and tokens out of range."""
-    states = torch.full((batch, hidden + 3), torch.nan, dtype=dtype)[..., :hidden]
-    states.copy_(numbers(batch, hidden, dtype=dtype))
-    weight = numbers(r, vocab, hidden, seed=1) / hidden**0.5
-    token = torch.randint(vocab, (batch,), generator=torch.Generator().manual_seed(batch))
-    for row, chosen in enumerate((vocab - 1, 0, -1, vocab, vocab + 5)[:batch]):
-        token[row] = chosen
-    return states, weight.to(dtype), token
-
-
 INF, NAN = float("inf"), float("nan")
 LARGEST = 1 - 2**-24
 SIZES = [(300, 200), (1, 1), (20, 1), (50, 17), (50, 4096), (50, 4097), (60, 13_000), (5, 150_000)]
@@ -124,13 +106,6 @@ CASES: dict[str, tuple[str, tuple[Any, ...]]] = {  # the operation and its argum
     "next to others": ("couple:accept", with_others(30, 8)),
     "no requests": ("couple:accept", rows(0, 4)),
     "all right": ("couple:accept", (torch.ones(9, dtype=torch.long), torch.ones(9), torch.tensor([0, 4, 8]), 4)),
-    # 64 rows of a vocabulary and up to 64 states are one tile; 128 (half precision) or 32 elements of D at a time
-    "one": ("leaf:terms", term_case(1, 1, 5, 16, WHOLE)),
-    "a block but one": ("leaf:terms", term_case(3, 2, 63, 33, WHOLE)),
-    "a block": ("leaf:terms", term_case(5, 3, 64, 32, WHOLE)),
-    "more blocks than one": ("leaf:terms", term_case(17, 2, 257, 130, HALF)),
-    "more states than a tile has": ("leaf:terms", term_case(65, 2, 70, 16, HALF)),
-    "half": ("leaf:terms", term_case(3, 2, 65, 40, torch.float16)),
     **{f"{rows}x{vocab}": ("pick:pick", draws(rows, vocab)) for rows, vocab in SIZES},
     "peaked": ("pick:pick", draws(80, 5000, scale=20.0)),
     "holes": ("pick:pick", holes()),
@@ -185,17 +160,6 @@ def test_accept_equals_its_definition(name: str, outputs: dict[str, Any]) -> Non
     (kept, count), wanted = outputs[name], couple_naive.accept(*CASES[name][1])
     assert torch.equal(kept, wanted[0]) and torch.equal(count, wanted[1])
     assert kept.dtype == torch.int64 and count.dtype == torch.int32
-
-
-@of("leaf:terms")
-def test_terms_equal_their_definition(name: str, outputs: dict[str, Any]) -> None:
-    states, weight, token = CASES[name][1]
-    assert outputs[name].dtype == torch.float32
-    # sums of up to 150 products of about 1 / 12 in another order, in float32
-    wanted = leaf_naive.terms(states.float(), weight.float(), token)
-    torch.testing.assert_close(outputs[name], wanted, rtol=1e-5, atol=1e-5)
-    is_outside = (token < 0) | (token >= weight.shape[1])
-    assert torch.equal(outputs[name][:, 1] == -INF, is_outside[:, None].expand(-1, weight.shape[0]))
 
 
 def murmur3(data: bytes, seed: int) -> int:

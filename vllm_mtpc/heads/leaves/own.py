@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -58,21 +59,12 @@ class OwnLeaves(Leaves):
     def base(self, states: Tensor, start: int, stop: int) -> tuple[Tensor, LowRank | None]:
         weight, rows = self.leaf_weight[start - self.skip : stop - self.skip], self.rows_of(states, start, stop)
         if rows.shape[1] == 1:
-            return leaf.logits(rows[:, 0], weight), None
+            return F.linear(rows[:, 0], weight.flatten(0, 2)).view(len(rows), *weight.shape[:3]), None
         return torch.einsum("bkd,kzvd->bkzv", rows, weight), None
 
     def draft(self, states: Tensor, first: Tensor, stop: int) -> tuple[Tensor | None, Tensor, LowRank | None]:
-        if states.is_cuda:
-            return *self._draft_apart(states, first, stop), None
         logits = self(states, 0, stop)
         return *self._join_ranks(logits[:, 0], logits[:, 1:], first), None
-
-    def _draft_apart(self, states: Tensor, first: Tensor, stop: int) -> tuple[Tensor, Tensor]:
-        """Return evidence and leaf by two products, which do not store the logits of x_1."""
-        first = first if self.shard is None else first - self.shard.start
-        terms = leaf.terms(states[:, 0], self.leaf_weight[0], first)
-        logits = self(states, 1, stop)
-        return (terms[:, 1] - terms[:, 0], logits) if self.shard is None else self.shard.join(terms, logits)
 
     def _join_ranks(self, at_first: Tensor, drafted: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
         """Return evidence and leaf from the logits [B, r, V] of x_1 and [B, K, r, V] of the drafts, of this rank."""

@@ -1,15 +1,13 @@
-"""Logits of leaves in plain PyTorch: the definition that kernels are checked against, and the CPU's path."""
+"""Evidence of x_1, which the target has sampled, from the logits of a leaf.
+
+The parts of a vocabulary that is divided over ranks add up in two numbers (`terms_of`): log-normalisers by log-sum-exp,
+the token's logit by maximum.
+"""
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-
-
-def logits(states: Tensor, weight: Tensor) -> Tensor:
-    """Return states [B, D] times weight [k, r, V, D]: [B, k, r, V], in the dtype of the states."""
-    return F.linear(states, weight.flatten(0, 2)).view(len(states), *weight.shape[:3])
 
 
 def evidence_of(logits: Tensor, token: Tensor) -> Tensor:
@@ -27,8 +25,3 @@ def terms_of(logits: Tensor, token: Tensor) -> Tensor:
     is_outside = (token < 0) | (token >= vocab_size)
     picked = logits.gather(2, index)[..., 0].masked_fill(is_outside[:, None], -torch.inf)
     return torch.stack([logits.logsumexp(dim=-1), picked], dim=1)
-
-
-def terms(states: Tensor, weight: Tensor, token: Tensor) -> Tensor:
-    """Return `terms_of` the logits of one position; states [B, D], weight [r, V, D]."""
-    return terms_of(logits(states, weight[None])[:, 0], token)
