@@ -266,7 +266,7 @@ QUICK = (
     *("128 components", "128 components, circuit alone", "demo btree, masked", "Qwen btree, 8 ranks, masked"),
     *("Qwen btree, low rank 64, float64", "Qwen btree, low rank 16, float32, token 32"),
     *("8192 of 49152 tokens, r=1", "8192 of 49152 tokens, r=8"),
-    *("EvaByte B=64, float32", "training btree n=16 r=32", "training bfloat16", "PTP V=128256", "rows"),
+    *("training btree n=16 r=32", "training bfloat16", "PTP V=128256", "rows"),
 )
 
 
