@@ -282,7 +282,7 @@ def measure_pass(name: str, batch: int) -> dict[str, Any]:
     with torch.no_grad(), mock.patch.object(torch.Tensor, "is_cuda", True), traced(batch) as count:
         if is_backbone:
             aux = torch.cat([empty(rows, WIDTH) for _ in config.trunk.aux_hidden_state_layer_ids], dim=-1)
-            served.write_context(torch.mm(aux, served.fc.weight.T), positions, [positions] * len(served.layers))
+            served.write_context(aux, positions, [positions] * len(served.layers))
             served(positions, head.trunk.queries(first).flatten(0, 1))
             draft()
         else:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm_mtpc.proposers.options import versions
 from vllm_mtpc.proposers.options.switches import logger
@@ -83,8 +83,7 @@ refuse_moved = functools.partial(versions.refuse_moved, problems)
 
 
 class _AfterImport(MetaPathFinder):
-    def __init__(self) -> None:
-        self.waiting: dict[str, list[Callable[[], None]]] = {}
+    waiting: ClassVar[dict[str, list[Callable[[], None]]]] = {}  # by module
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         if fullname not in self.waiting:

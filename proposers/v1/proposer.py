@@ -80,8 +80,7 @@ class MtpcProposer:
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         spec, self.vllm_config = vllm_config.speculative_config, vllm_config
-        self.num_drafts, self.head_dtype = spec.num_speculative_tokens, spec.head_dtype
-        self.target_dtype = vllm_config.model_config.dtype
+        self.num_drafts, self.target_dtype = spec.num_speculative_tokens, vllm_config.model_config.dtype
         self.is_probabilistic = spec.draft_sample_method == "probabilistic"
         self.made: dict[str, int] = {}  # drafts by request that the scheduler received after the last step
         self.asked: dict[str, int] = {}  # by request that asked for fewer drafts than the engine makes
@@ -108,11 +107,11 @@ class MtpcProposer:
         return activate
 
     def _load_head(self, folder: str, target_model: nn.Module) -> Head:
-        device, target_dtype = next(target_model.parameters()).device, self.target_dtype
+        spec, target_dtype = self.vllm_config.speculative_config, self.target_dtype
         # reading leaf weights is most of a draft on a CPU; the conditionals are float32 in any case
-        is_halved = device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        dtype = torch.bfloat16 if is_halved else target_dtype
-        return load_served_head(folder, dtype, device, target_model, target_dtype, self.head_dtype, self.num_drafts)
+        on_cpu = next(target_model.parameters()).device.type == "cpu"
+        dtype = torch.bfloat16 if on_cpu and torch.ops.mkldnn._is_mkldnn_bf16_supported() else target_dtype
+        return load_served_head(folder, spec, dtype, target_model, target_dtype)
 
     def update_requests(self, scheduler_output: Any) -> None:
         """Add the requests that a step starts, and remove those that have ended."""

@@ -83,11 +83,11 @@ class ServedBackbone(nn.Module):
         norms = torch.stack([attention.k_norm.weight.data for attention in each])
         self.register_buffer("key_norms", norms[:, None], persistent=False)  # [L, 1, head_dim]
 
-    def write_context(self, states: Tensor, positions: Tensor, slots: list[Tensor] | None) -> None:
-        """Write keys and values of states [T, D], the output of `fc`, to each layer's slots [T]; None: only compute."""
+    def write_context(self, aux: Tensor, positions: Tensor, slots: list[Tensor] | None) -> None:
+        """Write keys and values of auxiliary states aux [T, L * D] to each layer's slots [T]; None: only compute."""
         own = self.layers[0].self_attn
-        rows = F.linear(self.hidden_norm(states), self.context_weight)
-        keys, values = rows.view(len(states), len(self.layers), 2, own.num_kv_heads, own.head_dim).unbind(2)
+        rows = F.linear(self.hidden_norm(aux @ self.fc.weight.T), self.context_weight)
+        keys, values = rows.view(len(aux), len(self.layers), 2, own.num_kv_heads, own.head_dim).unbind(2)
         keys = self.key_norm(keys).mul_(self.key_norms)
         keys = own.rotary_emb(positions, keys.flatten(1))[0].view_as(keys)  # all layers' keys, as heads of one token
         for index, slot in enumerate(slots or ()):
@@ -230,16 +230,16 @@ class BackboneSpeculator(MtpcSpeculator):
     def _write_context(self, aux: Tensor, start: int) -> None:
         """Write the context of auxiliary states aux [T, L * D], those of the batch's rows from `start` on."""
         if len(aux):
-            rows, backbone = slice(start, start + len(aux)), self.model.trunk.backbone
+            rows = slice(start, start + len(aux))
             slots = [self.block_tables.slot_mappings[group, rows] for group in self.group_of]
             with self.priorities.set_priority():
-                backbone.write_context(aux @ backbone.fc.weight.T, self.target_input_buffers.positions[rows], slots)
+                self.model.trunk.backbone.write_context(aux, self.target_input_buffers.positions[rows], slots)
 
     def _warm_up(self) -> None:
         aux = self.aux.new_zeros(self.max_num_tokens, self.aux.shape[1])
         positions = torch.zeros(len(aux), dtype=torch.int64, device=self.device)
         with self.priorities.set_priority():
-            self.model.trunk.backbone.write_context(aux @ self.model.trunk.backbone.fc.weight.T, positions, None)
+            self.model.trunk.backbone.write_context(aux, positions, None)
         max_reqs = max((batch for batch, drafts in enumerate(self.drafts_by_batch) if drafts), default=0)
         if max_reqs:
             self._run_model(max_reqs)

@@ -71,26 +71,20 @@ def log_drafts(vllm_config: Any, graphs: str) -> None:
 
 
 def load_served_head(
-    folder: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    target_model: nn.Module,
-    target_dtype: torch.dtype,
-    head_dtype: str,
-    num_drafts: int,
+    folder: str, spec: Any, dtype: torch.dtype, target_model: nn.Module, target_dtype: torch.dtype
 ) -> Head:
     """Load the head of a folder; raises on every rank if loading fails on one.
 
     Args:
-        dtype, head_dtype: of its weights; `dtype` where head_dtype is "auto".
+        spec, dtype: the speculative config, and the dtype of the weights where `head_dtype` is "auto".
         target_model, target_dtype: vLLM's model, whose lm_head and embeddings are lent, and the dtype of its states.
-        num_drafts: the most drafts per step.
     """
+    device = next(target_model.parameters()).device
 
     def load() -> Head:  # runs no collective
         num_ranks = _num_ranks()
         # rows are dropped before the head is moved: the device needs no room for them
-        _, head = load_head(folder, weights_dtype(head_dtype, dtype), "cpu" if num_ranks > 1 else device)
+        _, head = load_head(folder, weights_dtype(spec.head_dtype, dtype), "cpu" if num_ranks > 1 else device)
         leaves = head.leaves
         has_rows = isinstance(leaves, OwnLeaves) and not leaves.skip  # without x_1 they are not gathered
         if has_rows and is_sharded(leaves.leaf_weight.nbytes, num_ranks, device.type):
@@ -99,7 +93,7 @@ def load_served_head(
             logger.info("Unembeddings of the head: rows of rank %d of %d", rank, num_ranks)
         head.to(device)
         if device.type == "cpu":
-            head.pack(num_drafts + 1)
+            head.pack(spec.num_speculative_tokens + 1)
         return head
 
     head = succeed_together(load)
