@@ -10,11 +10,10 @@ import torch
 import triton
 from torch import Tensor
 
-from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.draft import TILE, is_small, launches
 from vllm_mtpc.kernels.filter.kernel import encode
 from vllm_mtpc.kernels.filter.program import Program
-from vllm_mtpc.kernels.low_rank import LowRank
+from vllm_mtpc.kernels.leaf import Bigram, LowRank
 from vllm_mtpc.kernels.shard import Shard
 
 # Sizes are derived from registers (README.md), not measured.

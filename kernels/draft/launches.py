@@ -24,9 +24,9 @@ STRIDES = ("leaf_stride", "k_stride", "z_stride", "low_stride", "low_k_stride") 
 # Arguments of a launch, one object per role. Triton specialises the members of a tuple, so what depends on the batch or
 # on K is a parameter of its own: serving would compile again.
 
-# logits [B, K, r, V]; or with components of low rank (`kernels/low_rank.py`) [B, K, 1, V] and `out` [K, LOW, V]
+# logits [B, K, r, V]; or with components of low rank (`kernels/leaf.py`) [B, K, 1, V] and `out` [K, LOW, V]
 Leaf = namedtuple("Leaf", "ptr out_ptr out_k_stride out_stride", defaults=(None, 0, 0))
-# of the token before (`kernels/bigram.py`): W1 [V, RANK] and W2 [K, RANK, V]
+# of the token before (`kernels/leaf.py`): W1 [V, RANK] and W2 [K, RANK, V]
 Bias = namedtuple("Bias", "source_ptr target_ptr k_stride stride", defaults=(None, None, 0, 0))
 # evidence of x_1 [B, r] or None; logits of the root [B, r] and of sums [B, F, r, r]
 Circuit = namedtuple("Circuit", "evidence_ptr root_ptr inner_ptr program_ptr")

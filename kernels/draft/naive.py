@@ -7,11 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.filter.naive import advance
 from vllm_mtpc.kernels.filter.program import Program
-from vllm_mtpc.kernels.leaf import evidence_of
-from vllm_mtpc.kernels.low_rank import LowRank
+from vllm_mtpc.kernels.leaf import Bigram, LowRank, evidence_of
 from vllm_mtpc.kernels.shard import Shard
 
 Pick = Callable[[Tensor, int], Tensor]  # (log q [B, V] float32, index of the draft) -> tokens [B]

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.draft.naive import Pick
 from vllm_mtpc.kernels.filter.program import Instruction, Op, Program
+from vllm_mtpc.kernels.leaf import Bigram
 
 TINY = torch.tensor(torch.finfo(torch.float32).tiny)
 

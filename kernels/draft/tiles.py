@@ -24,7 +24,7 @@ def load_tile(leaf_ptr, z_stride, token, vocab_size, r, R: tl.constexpr):
 
 @triton.jit
 def load_low(low_ptr, begin, r, R: tl.constexpr, LOW: tl.constexpr):
-    """Columns [R, LOW_CHUNK] of low [r, LOW], the components' differences (`kernels/low_rank.py`)."""
+    """Columns [R, LOW_CHUNK] of low [r, LOW], the components' differences (`kernels/leaf.py`)."""
     z, c = tl.arange(0, R), begin + tl.arange(0, LOW_CHUNK)
     low = tl.load(low_ptr + z[:, None] * LOW + c[None, :], mask=(z[:, None] < r) & (c[None, :] < LOW), other=0.0)
     return low.to(tl.float32) if WIDEN else low
@@ -116,7 +116,7 @@ def load_biased(
     leaf_ptr, z_stride, source_ptr, target_ptr, target_stride, token, vocab_size, r,
     CHUNK: tl.constexpr, sizes: tl.constexpr,
 ):  # fmt: skip
-    """A tile, with the bias W1[before] W2_k of a bigram (`kernels/bigram.py`), products in float32; RANK 0: none.
+    """A tile, with the bias W1[before] W2_k of a bigram (`kernels/leaf.py`), products in float32; RANK 0: none.
 
     source_ptr: the row of W1 [RANK] of the token before; target_ptr: W2_k [RANK, V], read CHUNK rows at a time.
     """

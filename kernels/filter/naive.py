@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vllm_mtpc.kernels.bigram import full
 from vllm_mtpc.kernels.filter.program import Instruction, Op, Program
+from vllm_mtpc.kernels.leaf import full
 
 
 def advance(

@@ -17,7 +17,7 @@ from vllm_mtpc.circuits import CIRCUITS
 from vllm_mtpc.circuits.base import CircuitParams
 from vllm_mtpc.circuits.conditionals import conditionals
 from vllm_mtpc.heads.head import Head
-from vllm_mtpc.kernels.bigram import Bigram
+from vllm_mtpc.kernels.leaf import Bigram
 
 torch.set_num_threads(1)
 ALL = pytest.mark.parametrize("name", OPTIONS)

@@ -31,10 +31,9 @@ from triton.compiler import ASTSource
 from triton.runtime.driver import driver
 
 from vllm_mtpc.circuits import CIRCUITS, get_circuit
-from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.draft import SMALL_VOCAB
 from vllm_mtpc.kernels.draft.kernel import CircuitDrafter
-from vllm_mtpc.kernels.low_rank import LowRank
+from vllm_mtpc.kernels.leaf import Bigram, LowRank
 from vllm_mtpc.kernels.shard import Shard
 
 ROOT = Path(__file__).parents[2]

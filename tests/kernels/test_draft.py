@@ -18,10 +18,9 @@ from torch import Tensor
 from tests.support import interpreted
 from tests.support.interpreted import moved
 from vllm_mtpc.circuits import get_circuit
-from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.draft import naive
 from vllm_mtpc.kernels.filter import Program
-from vllm_mtpc.kernels.low_rank import LowRank
+from vllm_mtpc.kernels.leaf import Bigram, LowRank
 from vllm_mtpc.kernels.shard import Shard
 from vllm_mtpc.kernels.uniform import uniform
 from vllm_mtpc.kernels.uniform.kernel import uniform_kernel

@@ -15,7 +15,7 @@ from scipy.special import log_softmax, logsumexp
 import vllm_mtpc.circuits
 from vllm_mtpc.circuits import circuit_class, get_circuit
 from vllm_mtpc.circuits.base import Circuit, CircuitParams, Latents
-from vllm_mtpc.kernels.bigram import Bigram
+from vllm_mtpc.kernels.leaf import Bigram
 
 CIRCUITS = tuple(vllm_mtpc.circuits.CIRCUITS)
 

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_mtpc.errors import HeadConfigError
-from vllm_mtpc.kernels.bigram import Bigram
 from vllm_mtpc.kernels.filter import MAX_COMPONENTS, Program, check_program, filter_weights, naive
+from vllm_mtpc.kernels.leaf import Bigram
 
 # Far beyond any trained or served circuit: a damaged config must not build a tree of 10**12 regions.
 MAX_WINDOW = 256

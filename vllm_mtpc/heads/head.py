@@ -25,9 +25,7 @@ from vllm_mtpc.heads.leaves import LEAVES
 from vllm_mtpc.heads.leaves.base import INIT_STD, Leaves
 from vllm_mtpc.heads.trunk import TRUNKS
 from vllm_mtpc.heads.trunk.base import Trunk
-from vllm_mtpc.kernels.bigram import Bigram
-from vllm_mtpc.kernels.leaf import evidence_of
-from vllm_mtpc.kernels.low_rank import LowRank
+from vllm_mtpc.kernels.leaf import Bigram, LowRank, evidence_of
 from vllm_mtpc.kernels.shard import Shard
 
 STAY_PROBABILITY = 0.95  # of keeping the latent at initialisation: nearly a CP, and the softmax is not saturated

@@ -1,4 +1,4 @@
-"""The contract of leaves, and what they share: the term of the token before (`kernels/bigram.py`)."""
+"""The contract of leaves, and what they share: the term of the token before (`kernels/leaf.py`)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 from vllm_mtpc.circuits.base import Circuit
 from vllm_mtpc.heads.sections import Section
-from vllm_mtpc.kernels.bigram import Bigram
-from vllm_mtpc.kernels.leaf import evidence_of
-from vllm_mtpc.kernels.low_rank import LowRank
+from vllm_mtpc.kernels.leaf import Bigram, LowRank, evidence_of
 from vllm_mtpc.kernels.shard import Shard
 
 INIT_STD = 0.01

@@ -30,7 +30,7 @@ from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads.leaves.base import INIT_STD, Leaves, LeavesOptions
 from vllm_mtpc.heads.sections import FEW_IDS, MAX_WIDTH
 from vllm_mtpc.kernels import leaf
-from vllm_mtpc.kernels.low_rank import LowRank
+from vllm_mtpc.kernels.leaf import LowRank
 from vllm_mtpc.kernels.shard import Shard
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vllm_mtpc.heads.leaves.base import INIT_STD, Leaves, LeavesOptions
 from vllm_mtpc.kernels import leaf
-from vllm_mtpc.kernels.low_rank import LowRank
+from vllm_mtpc.kernels.leaf import LowRank
 from vllm_mtpc.kernels.shard import Shard
 
 # Minimum bytes of unembeddings that are divided over the ranks: reading them must cost more than the gather.
