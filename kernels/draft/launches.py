@@ -199,8 +199,7 @@ def leaf_blocks(
 
 
 @triton.jit(
-    do_not_specialize=[*STRIDES, "num_drafts", "num_inner"],
-    do_not_specialize_on_alignment=["first_ptr", "low_ptr"],
+    do_not_specialize=[*STRIDES, "num_drafts", "num_inner"], do_not_specialize_on_alignment=["first_ptr", "low_ptr"]
 )
 def start_rows(
     leaf, leaf_stride, k_stride, z_stride, low_ptr, low_stride, low_k_stride,

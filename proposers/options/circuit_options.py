@@ -20,14 +20,7 @@ from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_lay
 from vllm_mtpc.checkpoint import check_tensors, find_head, read_config, resolve_head
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import ServeConfigError, first_line, one_line
-from vllm_mtpc.plan.draft_schedule import (
-    LARGEST,
-    SCHEDULE_KEY,
-    Schedule,
-    draft_arms,
-    gpu_schedule,
-    relative_load,
-)
+from vllm_mtpc.plan.draft_schedule import LARGEST, SCHEDULE_KEY, Schedule, draft_arms, gpu_schedule, relative_load
 from vllm_mtpc.proposers.options import refusals
 from vllm_mtpc.proposers.options.refusals import refuse
 from vllm_mtpc.proposers.options.versions import vllm_version

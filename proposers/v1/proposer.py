@@ -76,8 +76,6 @@ def _pick_argmax(log_q: Tensor, k: int) -> Tensor:
 class MtpcProposer:
     """Proposer of a circuit head; buffers are allocated once."""
 
-    keeps_shapes = False  # whether a swapped head must have the shapes of the served one
-
     def __init__(self, vllm_config: VllmConfig) -> None:
         spec, self.vllm_config = vllm_config.speculative_config, vllm_config
         self.num_drafts, self.target_dtype = spec.num_speculative_tokens, vllm_config.model_config.dtype

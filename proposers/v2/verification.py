@@ -129,16 +129,8 @@ class HeadSampler(RejectionSampler):
     def sample_tokens(self, processed_logits: Tensor, slots: Tensor, pos: Tensor) -> Tensor:
         """Sample tokens [T] of processed logits [T, V] at positions [T] as vLLM does without drafts."""
         states = self.sampler.sampling_states
-        return gumbel_sample(  # as Sampler._sample_random calls it
-            processed_logits,
-            slots,
-            states.temperature.gpu,
-            states.seeds.gpu,
-            pos,
-            apply_temperature=False,
-            is_drafting=False,
-            use_fp64=self.sampler.use_fp64_gumbel,
-        )
+        given = processed_logits, slots, states.temperature.gpu, states.seeds.gpu, pos  # as in Sampler._sample_random
+        return gumbel_sample(*given, apply_temperature=False, is_drafting=False, use_fp64=self.sampler.use_fp64_gumbel)
 
     def __call__(
         self, logits: Tensor, input_batch: Any, draft_logits: Tensor | None = None, invalid_drafts: Tensor | None = None

@@ -103,14 +103,9 @@ class GroupAttention(nn.Module):
         cache = layer.kv_cache
         if writes.source is not None and cache.numel():
             if writes.num_real:
-                rows = slice(writes.num_real)
-                layer.impl.do_kv_cache_update(
-                    layer,
-                    key[rows].view(-1, layer.num_kv_heads, layer.head_size),
-                    value[rows].view(-1, layer.num_kv_heads, layer.head_size_v),
-                    cache,
-                    writes.real_slots,
-                )
+                keys = key[: writes.num_real].view(-1, layer.num_kv_heads, layer.head_size)
+                values = value[: writes.num_real].view(-1, layer.num_kv_heads, layer.head_size_v)
+                layer.impl.do_kv_cache_update(layer, keys, values, cache, writes.real_slots)
             blocks = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache  # float8 cannot be indexed
             blocks[writes.target] = blocks[writes.source]
         return layer(query, key, value, *args, **kwargs)
