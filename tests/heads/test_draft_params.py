@@ -75,14 +75,6 @@ def test_token_conditioned_drafts_equal_greedy_decoding(name: str, circuit: str,
     assert not torch.equal(drafts, without)
 
 
-def test_two_products_equal_one() -> None:
-    head, hidden = build("linear", std=0.3), hidden_states()
-    evidence, logits = head.leaves._draft_apart(hidden[:, None], FIRST, N)
-    wanted = defined(head, hidden, N - 1)
-    torch.testing.assert_close(evidence, wanted.evidence)
-    torch.testing.assert_close(logits, wanted.leaf)
-
-
 @needs_bfloat16
 @pytest.mark.parametrize("name", ["linear", "mlp own"])
 @pytest.mark.parametrize("ids", [None, [0, 2, 3]], ids=["all ids", "draft vocabulary"])
