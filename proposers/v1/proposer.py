@@ -105,11 +105,11 @@ class MtpcProposer:
         return activate
 
     def _load_head(self, folder: str, target_model: nn.Module) -> Head:
-        spec, target_dtype = self.vllm_config.speculative_config, self.target_dtype
+        spec, device = self.vllm_config.speculative_config, next(target_model.parameters()).device
         # reading leaf weights is most of a draft on a CPU; the conditionals are float32 in any case
-        on_cpu = next(target_model.parameters()).device.type == "cpu"
-        dtype = torch.bfloat16 if on_cpu and torch.ops.mkldnn._is_mkldnn_bf16_supported() else target_dtype
-        return load_served_head(folder, spec, dtype, target_model, target_dtype)
+        is_halved = device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        dtype = torch.bfloat16 if is_halved else self.target_dtype
+        return load_served_head(folder, spec, dtype, device, target_model, self.target_dtype)
 
     def update_requests(self, scheduler_output: Any) -> None:
         """Add the requests that a step starts, and remove those that have ended."""

@@ -246,7 +246,7 @@ class MtpcSpeculator(HeadSpeculator):
         return head
 
     def _load_head(self, target_model: nn.Module, folder: str) -> Head:
-        return load_served_head(folder, self.speculative_config, self.dtype, target_model, self.dtype)
+        return load_served_head(folder, self.speculative_config, self.dtype, self.device, target_model, self.dtype)
 
     def _set_head(self, head: Head) -> None:
         logits_dtype = self.dtype if head.leaves.needs_lm_head else head.hidden_dtype

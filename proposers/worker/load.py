@@ -71,7 +71,7 @@ def log_drafts(vllm_config: Any, graphs: str) -> None:
 
 
 def load_served_head(
-    folder: str, spec: Any, dtype: torch.dtype, target_model: nn.Module, target_dtype: torch.dtype
+    folder: str, spec: Any, dtype: torch.dtype, device: torch.device, target_model: nn.Module, target_dtype: torch.dtype
 ) -> Head:
     """Load the head of a folder; raises on every rank if loading fails on one.
 
@@ -79,7 +79,6 @@ def load_served_head(
         spec, dtype: the speculative config, and the dtype of the weights where `head_dtype` is "auto".
         target_model, target_dtype: vLLM's model, whose lm_head and embeddings are lent, and the dtype of its states.
     """
-    device = next(target_model.parameters()).device
 
     def load() -> Head:  # runs no collective
         num_ranks = _num_ranks()

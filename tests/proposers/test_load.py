@@ -103,7 +103,7 @@ def test_draft_vocabulary_reads_the_logits_of_its_ids(tmp_path: Path, kind: type
     """By rows of the lm_head where nothing follows the product; x_1 = 0 is outside and gives no evidence."""
     ids, target, hidden = torch.tensor([1, 3, 6]), kind(torch.float32), torch.randn(3, D)
     _, plain = save_vocabulary(tmp_path, ids.tolist())
-    head = load_served_head(str(tmp_path), SPEC, torch.float32, target, torch.float32)
+    head = load_served_head(str(tmp_path), SPEC, torch.float32, CPU, target, torch.float32)
     target.seen.clear()
     params = head.draft_params(hidden, FIRST, 2)
     assert bool(target.seen) == (kind is CappedTarget)
@@ -167,7 +167,7 @@ def test_vocabulary_of_another_head_is_refused(tmp_path: Path, change: dict[str,
 
 def served(folder: Path, dtype: torch.dtype, head_dtype: str = "auto") -> nn.Module:
     spec = SimpleNamespace(head_dtype=head_dtype, num_speculative_tokens=2)
-    return load_served_head(str(folder), spec, dtype, FakeTarget(torch.float32), torch.float32)
+    return load_served_head(str(folder), spec, dtype, CPU, FakeTarget(torch.float32), torch.float32)
 
 
 @pytest.mark.parametrize("head_dtype", ["auto", "float32", "bfloat16", "float16"])
