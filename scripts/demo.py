@@ -20,7 +20,7 @@ import torch
 from transformers import AutoTokenizer
 
 from vllm_mtpc import cli, demo
-from vllm_mtpc.bench.decodings import engine_arguments
+from vllm_mtpc.bench.comparison import engine_arguments
 from vllm_mtpc.data import prompts
 from vllm_mtpc.data.sources import chat_prompt
 from vllm_mtpc.engine.options import serve_arguments

@@ -21,9 +21,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.child_process import tail
-from vllm_mtpc.bench import report, serve_command
-from vllm_mtpc.bench.comparison import Comparison, Pass
-from vllm_mtpc.bench.decodings import Decoding, engine_arguments
+from vllm_mtpc.bench import serve_command
+from vllm_mtpc.bench.comparison import COLUMN_DEFINITIONS, Comparison, Decoding, Pass, engine_arguments, make_rows
 from vllm_mtpc.cli import guard
 from vllm_mtpc.data import prompts
 from vllm_mtpc.engine import provenance
@@ -70,8 +69,8 @@ class Window:
         """Write the results so far."""
         given = {key: provenance.public(value) for key, value in vars(self.args).items() if key not in ("json", "logs")}
         lost = [{"name": one.name, "reason": one.fault, "is_required": one.is_required} for one in self.found.missing]
-        result = {"kind": SERVED, **self.about, "definitions": report.COLUMN_DEFINITIONS, "settings": given}
-        result |= {"rows": report.make_rows(self.found), "not_run": lost, "identical": self.identical}
+        result = {"kind": SERVED, **self.about, "definitions": COLUMN_DEFINITIONS, "settings": given}
+        result |= {"rows": make_rows(self.found), "not_run": lost, "identical": self.identical}
         write_json(self.args.json, result)
 
     def faults(self) -> list[str]:

@@ -17,9 +17,7 @@ import pytest
 from benchmarks.demo import demo_heads
 from vllm_mtpc import cli
 from vllm_mtpc.bench import comparison, serve_command
-from vllm_mtpc.bench.comparison import ORDERS, Comparison, Pass
-from vllm_mtpc.bench.decodings import Decoding, find_heads
-from vllm_mtpc.bench.report import make_rows, make_table
+from vllm_mtpc.bench.comparison import ORDERS, Comparison, Decoding, Pass, find_heads, make_rows, make_table
 from vllm_mtpc.checkpoint import read_config
 from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.served import Load, PassResult

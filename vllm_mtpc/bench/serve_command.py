@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import tempfile
 from contextlib import AbstractContextManager
@@ -11,9 +12,8 @@ from typing import Any
 
 import torch
 
-from vllm_mtpc.bench import comparison, report
-from vllm_mtpc.bench.comparison import Comparison
-from vllm_mtpc.bench.decodings import PEERS, Decoding, engine_arguments, find_heads
+from vllm_mtpc.bench import comparison
+from vllm_mtpc.bench.comparison import PEERS, Comparison, Decoding, engine_arguments, find_heads
 from vllm_mtpc.data import prompts
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.engine.options import serve_arguments
@@ -45,14 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt-tokens", default=64, **n, help="of a piece of a text file (default: 64)")
     add("--max-prompt-tokens", default=1024, **n, help="longer prompts are left out (default: 1024)")
     add("--temperature", type=float, nargs="+", default=[1.0, 0.0], metavar="T", help="default: 1 0")
-    add(
-        "--concurrency",
-        type=int,
-        nargs="+",
-        default=[1, 2, 4, 8, 16, 32, 64],
-        metavar="C",
-        help="default: 1 2 4 8 16 32 64",
-    )
+    clients = [1, 2, 4, 8, 16, 32, 64]
+    add("--concurrency", type=int, nargs="+", default=clients, metavar="C", help="default: 1 2 4 8 16 32 64")
     add("--prompts", default=16, **n, help="of a pass at c=1; at least 3 c are sent (default: 16)")
     add("--max-tokens", default=128, **n, help="of an answer (default: 128)")
     add("--rounds", default=3, **n, help="passes of every setting (default: 3)")
@@ -86,14 +80,14 @@ def run(args: argparse.Namespace) -> int:
     result = {
         "kind": SERVED,
         **provenance.collect(),
-        "definitions": [*report.COLUMN_DEFINITIONS, f"{args.order}: {comparison.ORDERS[args.order]}"],
+        "definitions": [*comparison.COLUMN_DEFINITIONS, f"{args.order}: {comparison.ORDERS[args.order]}"],
         "settings": {**{key: provenance.public(value) for key, value in given.items()}, "distinct_prompts": len(texts)},
-        "rows": report.make_rows(found),
+        "rows": comparison.make_rows(found),
         "not_run": [{"name": one.name, "reason": one.fault, "is_required": one.is_required} for one in found.missing],
     }
     if args.json:
         write_json(args.json, result)
-    print_table("tok/s, and speed-up over plain vLLM", *report.make_table(result["rows"]))
+    print_table("tok/s, and speed-up over plain vLLM", *comparison.make_table(result["rows"]))
     print("", *(f"not run: {one.name}: {one.fault}" for one in found.missing), *result["definitions"], sep="\n")
     differing = print_identity(found)
     lost = [one.name for one in found.missing if one.is_required]
@@ -129,11 +123,8 @@ def find_decodings(args: argparse.Namespace, on_gpu: bool) -> list[Decoding]:
 
 def make_loads(args: argparse.Namespace) -> list[Load]:
     """Return the loads: temperatures and numbers of clients."""
-    return [
-        Load(clients, temperature, args.max_tokens, max(args.prompts, 3 * clients))
-        for temperature in args.temperature
-        for clients in args.concurrency
-    ]
+    pairs = itertools.product(args.temperature, args.concurrency)
+    return [Load(clients, warm, args.max_tokens, max(args.prompts, 3 * clients)) for warm, clients in pairs]
 
 
 def print_identity(found: Comparison) -> bool:
