@@ -4,7 +4,7 @@
 
 One context of each of ANSWERS, the target's own text (`prompt_ids`, `response_ids`), ends with x_1. The target draws
 x_2..x_n at temperature 1 as a tree of prefixes, and its p after each prefix is kept. `HELD_OUT` continuations are the
-text along which drafts from q are accepted (`vllm_mtpc.eval.acceptance`). The q know the last j tokens alone: of
+text along which drafts from q are accepted (`vllm_mtpc.eval.circuit_evaluator`). The q know the last j tokens alone: of
 `DRAWN` continuations of the target that has read these,
 
     tree      p after the prefix: all dependence. n tokens/step at j = all

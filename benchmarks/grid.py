@@ -41,14 +41,13 @@ from benchmarks.own_text import NORMS_FILE, STATES_FILE, TEXT_FILE
 from vllm_mtpc.cli import guard
 from vllm_mtpc.data.rows import Rows
 from vllm_mtpc.engine import provenance
-from vllm_mtpc.eval.acceptance import Contexts, collect, summarise
-from vllm_mtpc.eval.metrics import ratio, step_starts
+from vllm_mtpc.eval.circuit_evaluator import Contexts, collect, summarise
+from vllm_mtpc.eval.evaluator import ratio, step_starts
 from vllm_mtpc.eval.text import Samples, Sampling
 from vllm_mtpc.files import read_json, read_yaml
 from vllm_mtpc.heads.head import Head
 from vllm_mtpc.hf import Target
-from vllm_mtpc.progress import Bar
-from vllm_mtpc.report import check_file, print_table, write_json
+from vllm_mtpc.report import Bar, check_file, print_table, write_json
 from vllm_mtpc.train.cache import Computed, data_fingerprint
 from vllm_mtpc.train.losses import CircuitModule, step_loss
 from vllm_mtpc.train.memory import keep_freed_memory

@@ -19,9 +19,8 @@ from torch import Tensor
 from benchmarks.grid import read_texts, samples_of
 from vllm_mtpc.cli import guard
 from vllm_mtpc.engine import provenance
-from vllm_mtpc.eval.acceptance import collect
-from vllm_mtpc.eval.evaluator import attach
-from vllm_mtpc.eval.metrics import ratio, step_starts
+from vllm_mtpc.eval.circuit_evaluator import collect
+from vllm_mtpc.eval.evaluator import attach, ratio, step_starts
 from vllm_mtpc.eval.text import Samples, Sampling
 from vllm_mtpc.heads.head import Head
 from vllm_mtpc.hf import Target, load_target

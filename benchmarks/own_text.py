@@ -24,9 +24,8 @@ from torch import Tensor
 from vllm_mtpc.cli import guard
 from vllm_mtpc.data.sources import chat_prompt
 from vllm_mtpc.hf.model import target_tokenizer
-from vllm_mtpc.progress import Bar
-from vllm_mtpc.regenerate.options import TEMPERATURES, RegenerateOptions
-from vllm_mtpc.regenerate.self_prompts import SelfPrompts
+from vllm_mtpc.regenerate.prompts import TEMPERATURES, RegenerateOptions, SelfPrompts
+from vllm_mtpc.report import Bar
 
 PROG = "python -m benchmarks.own_text"
 TEXT_FILE, STATES_FILE, NORMS_FILE = "own.jsonl", "states.bin", "norms.bin"

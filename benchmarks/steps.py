@@ -23,8 +23,7 @@ import numpy as np
 
 from vllm_mtpc.cli import guard
 from vllm_mtpc.engine import provenance
-from vllm_mtpc.progress import Bar
-from vllm_mtpc.report import check_file, print_table, write_json
+from vllm_mtpc.report import Bar, check_file, print_table, write_json
 
 PROG = "python -m benchmarks.steps"
 ROUNDS = {1: 16, 4: 12, 16: 8}  # by number of clients

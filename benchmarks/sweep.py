@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from vllm_mtpc.cli import guard
 from vllm_mtpc.engine import provenance
-from vllm_mtpc.engine.counters import DEFINITIONS
+from vllm_mtpc.engine.server import DEFINITIONS
 from vllm_mtpc.files import read_yaml
 from vllm_mtpc.report import check_file, print_table, write_json
 from vllm_mtpc.train.options import STATE_FOLDER, TrainOptions, parse

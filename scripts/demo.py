@@ -20,11 +20,10 @@ import torch
 from transformers import AutoTokenizer
 
 from vllm_mtpc import cli, demo
-from vllm_mtpc.bench.comparison import engine_arguments
+from vllm_mtpc.bench.serve_command import engine_arguments
 from vllm_mtpc.data import prompts
 from vllm_mtpc.data.sources import chat_prompt
-from vllm_mtpc.engine.options import serve_arguments
-from vllm_mtpc.engine.server import VllmServer, run_server
+from vllm_mtpc.engine.server import VllmServer, run_server, serve_arguments
 
 QUESTIONS = (
     "What is the capital of France, and what is it known for?",

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 # A package imports those before it. A package is a folder of vllm_mtpc, or a file next to the folders.
 ORDER = (
-    *("errors", "families", "files", "progress", "flags"),
+    *("errors", "families", "files", "flags"),
     *("kernels", "circuits", "heads", "config", "plan", "checkpoint"),
     *("proposers.options", "proposers.worker", "proposers.v1", "proposers.v2", "proposers.patches"),
     *("proposers.recorder", "models", "hf", "plugin"),

@@ -88,12 +88,7 @@ def validate(model: type[Model], values: Any, kind: type[MtpcError], place: str 
 
 
 def one_line(error: ValidationError, allowed: list[str] | type[BaseModel]) -> str:
-    """Return the first problem of a pydantic error in one line.
-
-    Args:
-        error: of a validation.
-        allowed: names of the allowed keys, or the model.
-    """
+    """Return the first problem of a pydantic error in one line; `allowed`: names of the allowed keys, or the model."""
     problem = error.errors()[0]
     key = printable(".".join(map(str, problem["loc"])), 100)
     if problem["type"] == "extra_forbidden":

@@ -6,23 +6,30 @@ import argparse
 import json
 import types
 from collections.abc import Collection
-from typing import Any, Literal, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, BeforeValidator
 
 from vllm_mtpc.errors import UsageError
+
+
+def _parse_json(value: Any) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError as error:
+        raise ValueError(f'not JSON ({error}); type it as \'{{"key": "value"}}\'') from None
+
+
+JsonDict = Annotated[dict[str, Any], BeforeValidator(_parse_json)]  # a mapping, or JSON of it
 
 
 def add_flags(
     parser: argparse.ArgumentParser, model: type[BaseModel], required: bool = True, only: Collection[str] = ()
 ) -> None:
-    """Add a flag for every field of a model.
+    """Add a flag for every field of a model, or `only` for some.
 
-    Args:
-        parser: receives the flags.
-        model: its `groups` are titles of the help by the first field of each group.
-        required: False if required fields may come from another source, such as a file.
-        only: names of the fields; all by default.
+    The model's `groups` are titles of the help by the first field of each group. Fields of the model are not `required`
+    if they may come from another source, such as a file.
     """
     titles, part = getattr(model, "groups", {}), cast(Any, parser)
     parts = {first: parser.add_argument_group(title) for first, title in titles.items()}
@@ -67,9 +74,8 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def check_positive(args: argparse.Namespace, *names: str) -> None:
-    """Raise UsageError if one of these options is given and below 1."""
+    """Raise UsageError if one of these options is below 1."""
     for name in names:
-        value = getattr(args, name)
-        if value is not None and value < 1:
+        if (value := getattr(args, name)) < 1:
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"{flag} {value}: allowed are 1 and above; give a positive number")

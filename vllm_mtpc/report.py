@@ -1,4 +1,4 @@
-"""Check the place of a result before it is measured; write and print the result."""
+"""Check the place of a result before it is measured, show progress, and write and print the result."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.errors import UsageError
 
 SERVED = "bench serve"  # the kind of its results
+LINE_SECONDS = 15
+LINE = "{desc}: {n_fmt}/{total_fmt}{unit}, {rate_fmt}, {elapsed} so far, {remaining} left{postfix}"
+LINE_WITHOUT_TOTAL = "{desc}: {n_fmt}{unit}, {rate_fmt}, {elapsed} so far{postfix}"
 
 
 def check_file(file: Path | None, flag: str = "--json") -> None:
@@ -64,3 +69,25 @@ def print_table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *lines])
+
+
+class Bar(tqdm):
+    """tqdm; where stderr is no terminal, a line at most every 15 s."""
+
+    _last = ""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        options["unit"] = f" {options.get('unit', '').strip()}"
+        if not sys.stderr.isatty():
+            has_total = bool(args) or options.get("total") is not None
+            options |= {"mininterval": LINE_SECONDS, "maxinterval": LINE_SECONDS, "leave": True}
+            options["bar_format"] = LINE if has_total else LINE_WITHOUT_TOTAL
+        super().__init__(*args, **options)
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        if sys.stderr.isatty():
+            super().display(msg, pos)
+        elif (line := (str(self) if msg is None else msg).strip()) not in ("", self._last):
+            self._last = line
+            self.fp.write(line + "\n")
+            self.fp.flush()

@@ -23,8 +23,8 @@ from typing import Any
 from benchmarks import synthetic
 from vllm_mtpc.cli import guard
 from vllm_mtpc.engine import provenance
-from vllm_mtpc.engine.options import ON_CPU
 from vllm_mtpc.engine.process import engine_environment
+from vllm_mtpc.engine.server import ON_CPU
 from vllm_mtpc.report import check_file, write_json
 
 PROG = "python -m benchmarks.gpu.steps"

@@ -22,14 +22,13 @@ import torch
 
 from benchmarks.child_process import tail
 from vllm_mtpc.bench import serve_command
-from vllm_mtpc.bench.comparison import COLUMN_DEFINITIONS, Comparison, Decoding, Pass, engine_arguments, make_rows
+from vllm_mtpc.bench.serve_command import COLUMN_DEFINITIONS, Comparison, Decoding, Pass, engine_arguments, make_rows
 from vllm_mtpc.cli import guard
 from vllm_mtpc.data import prompts
 from vllm_mtpc.engine import provenance
-from vllm_mtpc.engine.options import API_KEY, serve_arguments
-from vllm_mtpc.engine.process import engine_environment, usable_cores
+from vllm_mtpc.engine.process import usable_cores
 from vllm_mtpc.engine.served import complete_greedy, measure
-from vllm_mtpc.engine.server import PROGRAM, VllmServer, free_port
+from vllm_mtpc.engine.server import PROGRAM, VllmServer, free_port, serve_arguments
 from vllm_mtpc.errors import EngineFailed, UsageError, first_line
 from vllm_mtpc.report import SERVED, check_file, check_folder, write_json
 
@@ -86,8 +85,8 @@ class Window:
     def _start(self, decoding: Decoding) -> None:
         drafts = {} if decoding.is_plain else {"speculative_config": decoding.speculative}
         threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // len(self.decodings)))}
-        variables, words = {**engine_environment(), API_KEY: "", **threads}, serve_arguments({**self.engine, **drafts})
-        load, server = self.found.loads[0], VllmServer(words, variables, PROGRAM, self._log(decoding), free_port())
+        words = serve_arguments({**self.engine, **drafts})
+        load, server = self.found.loads[0], VllmServer(words, threads, PROGRAM, self._log(decoding), free_port())
         try:
             server.start(0.75 * self.args.until)  # a slow start leaves time to measure the others
             self._print(f"READY {decoding.name}")

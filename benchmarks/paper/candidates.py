@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from vllm_mtpc.eval.metrics import ratio
+from vllm_mtpc.eval.evaluator import ratio
 from vllm_mtpc.eval.ptp_evaluator import windows_at_once
 from vllm_mtpc.eval.text import Sampling
 from vllm_mtpc.heads.ptp.distribution import STEPS, edges

@@ -28,8 +28,7 @@ from vllm_mtpc.eval.text import Sampling, generate
 from vllm_mtpc.heads.ptp.distribution import edges
 from vllm_mtpc.heads.ptp.layers import PtpLayers
 from vllm_mtpc.heads.ptp.student import Student
-from vllm_mtpc.progress import Bar
-from vllm_mtpc.report import write_json
+from vllm_mtpc.report import Bar, write_json
 from vllm_mtpc.train.ptp import ptp_module
 
 FILE = provenance.RESULTS / "ptp-overfit.json"

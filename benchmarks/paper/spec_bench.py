@@ -23,8 +23,8 @@ from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.checkpoint.ptp_head import load_student
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.eval import acceptance, ptp_evaluator
-from vllm_mtpc.eval.metrics import StepMetrics
+from vllm_mtpc.eval import circuit_evaluator, ptp_evaluator
+from vllm_mtpc.eval.evaluator import StepMetrics
 from vllm_mtpc.eval.text import Samples, Sampling, generate, join
 from vllm_mtpc.hf import Target, bind, load_target
 
@@ -115,8 +115,8 @@ def _accepted(target: Target, heads: dict[str, Any], samples: Samples, sampling:
     """Return tokens/step of each head and its standard error over answers."""
     found: dict[str, StepMetrics] = {}
     for name in CIRCUITS:
-        contexts = acceptance.collect(heads[name], target, samples, sampling, WINDOW - 1)
-        found[name] = acceptance.summarise(contexts)
+        contexts = circuit_evaluator.collect(heads[name], target, samples, sampling, WINDOW - 1)
+        found[name] = circuit_evaluator.summarise(contexts)
     for name in STUDENTS:
         windows = ptp_evaluator.collect(heads[name], samples, sampling, WINDOW - 1)
         found[name] = ptp_evaluator.summarise(windows)

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from vllm_mtpc.cli import guard
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.progress import Bar
+from vllm_mtpc.report import Bar
 
 PROG, TARGET = "python -m benchmarks.peers.train", "models/smollm2-135m-instruct"
 TEXT_FILE, STATES_FILE, DONE_FILE = "own.jsonl", "peer_states", "peer_states_done"

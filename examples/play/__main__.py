@@ -17,8 +17,7 @@ from examples.play.app import Play
 from vllm_mtpc import demo
 from vllm_mtpc.checkpoint import read_config, resolve_head, resolve_verifier
 from vllm_mtpc.cli import Parser, guard
-from vllm_mtpc.engine.options import API_KEY
-from vllm_mtpc.engine.server import run_server
+from vllm_mtpc.engine.server import API_KEY, run_server
 from vllm_mtpc.errors import UsageError
 
 DEMO_ENGINE = ("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", "512M")

@@ -25,8 +25,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from pydantic import BaseModel, Field, ValidationError
 
-from vllm_mtpc.engine.counters import Acceptance
-from vllm_mtpc.engine.options import API_KEY
+from vllm_mtpc.engine.server import API_KEY, Acceptance
 from vllm_mtpc.errors import EngineFailed, one_line, printable
 
 HEADERS_S = 30.0  # longest wait for a connection

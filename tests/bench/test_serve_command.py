@@ -16,11 +16,11 @@ import pytest
 
 from benchmarks.demo import demo_heads
 from vllm_mtpc import cli
-from vllm_mtpc.bench import comparison, serve_command
-from vllm_mtpc.bench.comparison import ORDERS, Comparison, Decoding, Pass, find_heads, make_rows, make_table
+from vllm_mtpc.bench import serve_command
+from vllm_mtpc.bench.serve_command import ORDERS, Comparison, Decoding, Pass, find_heads, make_rows, make_table
 from vllm_mtpc.checkpoint import read_config
-from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.served import Load, PassResult
+from vllm_mtpc.engine.server import Acceptance
 from vllm_mtpc.errors import EngineFailed, MtpcError
 from vllm_mtpc.report import print_table
 
@@ -54,8 +54,8 @@ class Engines:
         self.log: list[tuple[str, ...]] = []
         self.passes: Counter[str] = Counter()
         self.cannot_start: set[str] = set()
-        patch.setattr(comparison, "measure", self.measure)
-        patch.setattr(comparison, "complete_greedy", self.complete_greedy)
+        patch.setattr(serve_command, "measure", self.measure)
+        patch.setattr(serve_command, "complete_greedy", self.complete_greedy)
 
     @contextlib.contextmanager
     def start(self, decoding: Decoding) -> Iterator[Any]:

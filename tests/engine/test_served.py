@@ -14,10 +14,8 @@ import psutil
 import pytest
 from vllm.v1.metrics import loggers
 
-from vllm_mtpc.engine.counters import Acceptance
-from vllm_mtpc.engine.options import API_KEY
 from vllm_mtpc.engine.served import Load, complete_greedy, measure
-from vllm_mtpc.engine.server import VllmServer, run_server
+from vllm_mtpc.engine.server import API_KEY, Acceptance, VllmServer, run_server
 from vllm_mtpc.errors import EngineFailed
 
 PROMETHEUS = """\

@@ -7,8 +7,8 @@ import torch
 
 from tests.support.tiny import N, TableTarget, V, acceptance, at_contexts, tiny_head
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.eval import acceptance as evaluate
-from vllm_mtpc.eval.acceptance import along_text
+from vllm_mtpc.eval import circuit_evaluator as evaluate
+from vllm_mtpc.eval.circuit_evaluator import along_text
 from vllm_mtpc.eval.text import Samples, Sampling
 
 CIRCUITS = ["ff", "cp", "hmm", "btree"]

@@ -24,12 +24,11 @@ from tests.support.tiny_ptp import continue_prompt, random_student
 from vllm_mtpc.data.prompts import held_out
 from vllm_mtpc.engine import served as engine
 from vllm_mtpc.engine import server
-from vllm_mtpc.engine.counters import Acceptance
 from vllm_mtpc.engine.served import Served
+from vllm_mtpc.engine.server import Acceptance
 from vllm_mtpc.errors import EngineFailed, UsageError
 from vllm_mtpc.eval import doctor
-from vllm_mtpc.eval.acceptance import collect, summarise
-from vllm_mtpc.eval.circuit_evaluator import MtpcEvaluator, noise_given_text
+from vllm_mtpc.eval.circuit_evaluator import MtpcEvaluator, collect, noise_given_text, summarise
 from vllm_mtpc.eval.evaluator import Diagnosis, Requests, load
 from vllm_mtpc.eval.ptp_evaluator import PtpEvaluator
 from vllm_mtpc.eval.text import Sampling

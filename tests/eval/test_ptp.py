@@ -8,7 +8,7 @@ import torch
 from tests.support.tiny import llama_target
 from tests.support.tiny_ptp import VARIANTS, oracle, random_student
 from vllm_mtpc.eval import ptp_evaluator as ptp
-from vllm_mtpc.eval.metrics import exact_counts
+from vllm_mtpc.eval.evaluator import exact_counts
 from vllm_mtpc.eval.text import Samples, Sampling, generate
 from vllm_mtpc.heads.ptp.distribution import conditional
 from vllm_mtpc.kernels.pick import pick

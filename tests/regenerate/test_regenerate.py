@@ -19,8 +19,7 @@ from vllm_mtpc.engine import server
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.regenerate import command as module
 from vllm_mtpc.regenerate.command import regenerate
-from vllm_mtpc.regenerate.options import RegenerateOptions
-from vllm_mtpc.regenerate.prompts import collect
+from vllm_mtpc.regenerate.prompts import RegenerateOptions, collect
 
 CHAT = (
     "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}"

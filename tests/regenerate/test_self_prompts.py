@@ -17,8 +17,7 @@ from vllm_mtpc.cli import main
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.regenerate import command as module
 from vllm_mtpc.regenerate.command import regenerate
-from vllm_mtpc.regenerate.options import RegenerateOptions
-from vllm_mtpc.regenerate.self_prompts import SelfPrompts
+from vllm_mtpc.regenerate.prompts import RegenerateOptions, SelfPrompts
 from vllm_mtpc.train import command
 from vllm_mtpc.train.options import parse
 

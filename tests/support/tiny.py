@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from vllm_mtpc.config.mtpc_config import HeadConfig
-from vllm_mtpc.eval.acceptance import _at_contexts, along_text
+from vllm_mtpc.eval.circuit_evaluator import _at_contexts, along_text
 from vllm_mtpc.eval.text import Samples, Sampling
 from vllm_mtpc.heads.head import build_head
 from vllm_mtpc.hf import Session, Target

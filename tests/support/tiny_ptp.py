@@ -6,7 +6,7 @@ import torch
 
 from tests.support.tiny import Decoded, llama_target
 from vllm_mtpc.config.ptp_config import PtpConfig
-from vllm_mtpc.eval.ptp_evaluator import request_u
+from vllm_mtpc.eval.evaluator import request_u
 from vllm_mtpc.eval.text import Sampling
 from vllm_mtpc.heads.ptp.student import Prefix, Student
 from vllm_mtpc.hf import Target

@@ -15,14 +15,14 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.training import flags, losses, record_of, refused, train
-from vllm_mtpc import progress
+from vllm_mtpc import report
 from vllm_mtpc.checkpoint import check_tensors, load_head, read_config
 from vllm_mtpc.cli import main
 from vllm_mtpc.train import command
 
 
 def test_run_writes_all_files_and_logs_lines(place, capsys, monkeypatch):
-    monkeypatch.setattr(progress, "LINE_SECONDS", 0)
+    monkeypatch.setattr(report, "LINE_SECONDS", 0)
     out = train(place, "head", draws=True)
     config, _ = load_head(out)
     assert (config.circuit.kind, config.window, config.num_components) == ("btree", 4, 2)

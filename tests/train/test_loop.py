@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests.support.training import BACKBONE, PTP_CASES, losses, make_trainer, options_for, random_documents
 from vllm_mtpc.errors import CheckpointError
-from vllm_mtpc.eval.acceptance import collect, summarise
+from vllm_mtpc.eval.circuit_evaluator import collect, summarise
 from vllm_mtpc.eval.text import Sampling
 from vllm_mtpc.train import state
 from vllm_mtpc.train.circuit_trainer import CircuitTrainer
@@ -78,7 +78,7 @@ def test_training_learns_and_resumes_bit_for_bit(tiny_target, tmp_path, case):
         file.write('{"step": 7, "loss": 9}\n{"st')  # what a kill leaves: a step after the state, and part of a line
     again = run(options_for(tiny_target, tmp_path / "b", resume=True, **changes), tiny_target, few)
     assert losses(tmp_path / "b") == loss
-    one, other = again.weights(), whole.weights()
+    one, other = again.model.head.state_dict(), whole.model.head.state_dict()
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     assert all(1 <= line["tokens_per_step"] <= 4 for line in read_metrics(tmp_path / "a" / METRICS_FILE))
 
@@ -155,7 +155,7 @@ def test_diverged_state_does_not_replace_a_good_one(tiny_target, tmp_path, monke
     monkeypatch.setattr(trainer, "train_step", injected)
     with pytest.raises(CheckpointError, match=r"(nan|NaN or infinite) at step 4: .*step-2 is intact"):
         trainer.train()
-    assert state.read_state(tmp_path / "state")["step"] == 2
+    assert state.latest_state(tmp_path / "state").name == "step-2"
     kept = load_file(tmp_path / "state" / "step-2" / "model.safetensors")
     assert all(value.isfinite().all() for value in kept.values())
 

@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.tiny_targets import HYBRIDS, make_family
 from tests.support import forks
 from tests.support.engine import SMALL
-from vllm_mtpc.engine.recording import RecordedText
-from vllm_mtpc.engine.served_target import ServedTarget, load_served_target
+from vllm_mtpc.engine.served_target import RecordedText, ServedTarget, load_served_target
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.eval.text import Sampling, generate
 from vllm_mtpc.hf import Target, load_target

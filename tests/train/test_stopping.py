@@ -50,10 +50,10 @@ def test_run_killed_at_random_steps_resumes_bit_for_bit(place: Path) -> None:
     first, second = steps.randint(5, STEPS // 3), steps.randint(STEPS // 3, STEPS // 2)
     code, _ = kill_at(place, "parts", first, signal.SIGKILL, save_minutes=0)
     assert code == -signal.SIGKILL
-    killed = state.read_state(place / "parts" / "state")["step"]
+    killed = int(state.latest_state(place / "parts" / "state").name.removeprefix("step-"))
     assert first - 1 <= killed < STEPS
     code, said = kill_at(place, "parts", second, signal.SIGTERM, resume=True)
-    stopped = state.read_state(place / "parts" / "state")["step"]
+    stopped = int(state.latest_state(place / "parts" / "state").name.removeprefix("step-"))
     assert code == 128 + signal.SIGTERM and second <= stopped < STEPS
     last = said.strip().splitlines()[-1]
     assert last.startswith(f"SIGTERM: ended after step {stopped}, its state is in")
@@ -88,7 +88,7 @@ def test_minutes_save_and_end_run_with_lowered_rate(tiny_target, tmp_path: Path,
     monkeypatch.setattr(trainer, "save_state", lambda: saved.append(trainer.step) or save())
     trainer.train()
     assert saved == [3, 6, 7] and trainer.stopping.signal == 0
-    assert state.read_state(tmp_path / "state")["step"] == 7
+    assert state.latest_state(tmp_path / "state").name == "step-7"
     rates = [line["learning_rate"] / options.learning_rate for line in read_metrics(tmp_path / "metrics.jsonl")]
     # the cosine of 0, 1/7, ... of the time; the warm-up takes a quarter of it
     fall = [0.55 + 0.45 * math.cos(math.pi * part / 7) for part in range(7)]

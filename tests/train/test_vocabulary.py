@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_mtpc.train.vocabulary import choose_ids, coverage
+from vllm_mtpc.data.rows import choose_ids, coverage
 
 V = 20_000
 

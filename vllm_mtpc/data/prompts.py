@@ -12,6 +12,7 @@ from vllm_mtpc.data.sources import chat_prompt, read_records
 from vllm_mtpc.errors import UsageError
 
 DEMO_PROMPTS = 512  # of about 900 definitions
+FORMS = '{"turns": [...]} (Spec-Bench), {"messages": [...]}, {"prompt": ...}, {"prompt_ids": [...]} or {"text": ...}'
 _OPENING = re.compile(rb"^ *(?:def|class) ", re.MULTILINE)
 
 
@@ -32,22 +33,12 @@ def held_out(count: int, length: int = 200) -> list[str]:
     return mixed[:count]
 
 
-FORMS = '{"turns": [...]} (Spec-Bench), {"messages": [...]}, {"prompt": ...}, {"prompt_ids": [...]} or {"text": ...}'
-
-
 def load(data: list[str], target: str, count: int, length: int, longest: int) -> list[list[int]]:
-    """Return at most ``count`` prompts, as token ids, evenly spread over the data.
+    """Return at most ``count`` prompts, as token ids, evenly spread over the data (names as for training).
 
-    Args:
-        data: Names as for training; empty: the demo's held-out text. Conversations and Spec-Bench's first turns are
-            rendered by the target's chat template if it has one.
-        target: Folder or hub name of the target, whose tokenizer is used.
-        count: Number of prompts.
-        length: Tokens of a prompt taken from text.
-        longest: Longer prompts are left out, tokens.
-
-    Raises:
-        UsageError: The target has no tokenizer, or no prompt is left.
+    Without data they are the demo's held-out text. Conversations and Spec-Bench's first turns are rendered by the
+    target's chat template if it has one; prompts taken from text have ``length`` tokens; those of more than ``longest``
+    tokens are left out. Raises UsageError if the target has no tokenizer, or no prompt is left.
     """
     from vllm_mtpc.hf.model import target_tokenizer
 

@@ -1,4 +1,4 @@
-"""Documents packed into rows of equal length, and held-out documents."""
+"""Documents packed into rows of equal length, held-out documents, and the draft vocabulary of a text."""
 
 from __future__ import annotations
 
@@ -14,19 +14,17 @@ from vllm_mtpc.data.sources import Documents
 from vllm_mtpc.errors import UsageError
 
 HELD_OUT = 0.02  # share of the documents
+ALL_IDS = 16_384  # largest vocabulary of a target that is drafted whole by default
+FEWEST, COVERAGE = 8_192, 0.99  # of the default draft vocabulary
 
 
 class Rows(NamedTuple):
-    """Packed rows."""
-
     tokens: Tensor  # [N, S] int32, 0 in padding
     document: Tensor  # [N, S] int32, number of the document within its row, -1 in padding
     trained: Tensor  # [N, S] bool, whether the token is a target of the loss
 
 
 class PackingReport(NamedTuple):
-    """Counts of a packing."""
-
     documents: int  # in the rows
     dropped: int  # documents in which no window can start
     tokens: int  # in the rows
@@ -39,10 +37,7 @@ def pack(documents: Documents, seq_len: int, window: int, seed: int) -> tuple[Ro
     """Pack documents into rows of `seq_len` tokens, best fit by decreasing length.
 
     A document is whole in one row; a longer one becomes several documents of `seq_len` tokens. Documents without a
-    trained token after their first are dropped. The seed decides the order of the rows.
-
-    Raises:
-        UsageError: No document is left.
+    trained token after their first are dropped. The seed decides the order of the rows. Raises UsageError.
     """
     pieces = [
         (index, tokens[begin : begin + seq_len], trained[begin : begin + seq_len])
@@ -66,18 +61,14 @@ def pack(documents: Documents, seq_len: int, window: int, seed: int) -> tuple[Ro
             tokens[row, at], number[row, at], trained[row, at], end = ids, own, mask, at.stop
     rows = Rows(torch.from_numpy(tokens), torch.from_numpy(number), torch.from_numpy(trained))
     whole, packed = len({index for index, *_ in pieces}), sum(len(ids) for _, ids, _ in pieces)
-    padding = 1 - packed / number.size
-    warning = _warn_short(rows, window)
-    return rows, PackingReport(whole, len(documents) - whole, packed, len(placed), padding, warning)
+    counts = whole, len(documents) - whole, packed, len(placed), 1 - packed / number.size
+    return rows, PackingReport(*counts, _warn_short(rows, window))
 
 
 def split_validation(documents: Documents, seed: int) -> tuple[Documents, Documents]:
     """Return training documents and held-out ones: 2 %, one or more, chosen by the seed.
 
-    Of a single document the last 2 % of its tokens are held out.
-
-    Raises:
-        UsageError: One of the parts would be empty.
+    Of a single document the last 2 % of its tokens are held out. Raises UsageError if a part would be empty.
     """
     count = len(documents)
     if count > 1:
@@ -136,3 +127,24 @@ def _warn_short(rows: Rows, window: int) -> str | None:
         f"draft positions beyond {longest} are not trained; give longer documents, a longer seq_len or a window of "
         f"{max(2, longest)}"
     )
+
+
+def choose_ids(tokens: Tensor, vocab_size: int, size: int | None) -> Tensor | None:
+    """Return the draft vocabulary of a new head [columns] int64, rising (FR-Spec, 2502.14856); None for all ids.
+
+    These are the most frequent ids of the trained tokens: `size` of them, 0 for all. By default (None) all up to
+    ALL_IDS; above, the smallest power of two from FEWEST on whose most frequent ids are COVERAGE of the tokens.
+    """
+    counts = torch.bincount(tokens.flatten().long(), minlength=vocab_size)
+    order = counts.argsort(descending=True, stable=True)
+    if size is None:
+        size = vocab_size if vocab_size <= ALL_IDS else FEWEST
+        shares = counts[order].cumsum(0) / counts.sum().clamp(min=1)
+        while size < vocab_size and shares[size - 1] < COVERAGE:
+            size *= 2
+    return None if size == 0 or size >= vocab_size else order[:size].sort().values
+
+
+def coverage(ids: Tensor, tokens: Tensor) -> float:
+    """Return the share of tokens that are among ids."""
+    return torch.isin(tokens.flatten().long(), ids).float().mean().item()

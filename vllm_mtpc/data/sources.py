@@ -7,15 +7,12 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, islice, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from vllm_mtpc.errors import MtpcError, UsageError, first_line
-from vllm_mtpc.progress import Bar
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from vllm_mtpc.report import Bar
 
 FORMS = '{"text": ...}, {"messages": [...]} or {"prompt_ids": [...], "response_ids": [...]}'
 COLUMNS = ("prompt_ids", "response_ids", "messages", "text")  # of a data set that are read
@@ -23,7 +20,10 @@ TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")  # files that are read in a fol
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 DATASET_SUFFIXES = (".parquet", ".arrow", ".csv")  # a folder of these is a data set
 BATCH = 64  # records that are tokenised together: fast tokenizers use all cores
+Tokenizer = Any  # transformers' PreTrainedTokenizerBase, whose import takes seconds
 Record = dict[str, Any]
+Messages = Sequence[dict[str, Any]]
+Encoded = tuple[list[int], list[bool]]  # token ids; which of them are trained
 Source = tuple[str, Record]  # a record after its origin: FILE, FILE:ROW (from 1) or NAME:ROW (from 0)
 Documents = list[tuple[np.ndarray, np.ndarray]]  # token ids [T] int32; which of them are trained [T] bool
 
@@ -36,11 +36,7 @@ def is_path(name: str) -> bool:
 
 
 def files_of(name: str) -> list[Path] | None:
-    """Return the files of a name of data, sorted; None for a data set of the hub or a folder of one.
-
-    Raises:
-        UsageError: There is no such file, or none with content.
-    """
+    """Return the files of a name of data, sorted; None: a data set of the hub or a folder of one. Raises UsageError."""
     if not is_path(name):
         return None
     path = Path(name).expanduser()
@@ -64,8 +60,7 @@ def size_of(data: Sequence[str]) -> int:
 def read_records(data: Sequence[str], split: str, most_bytes: int | None = None) -> Iterator[Source]:
     """Yield the records of the data in order, or every n-th of them so that about `most_bytes` are read.
 
-    Raises:
-        UsageError: A file or data set cannot be read.
+    Raises UsageError if a file or data set cannot be read.
     """
     step, number = max(1, size_of(data) // most_bytes) if most_bytes else 1, count()
     for name in data:
@@ -121,23 +116,17 @@ def _dataset_records(name: str, split: str, most_bytes: int | None) -> Iterator[
 
 def load_documents(
     data: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: Tokenizer | None,
     *,
     split: str = "train",
     most_bytes: int | None = None,
     vocab_size: int | None = None,
 ) -> Documents:
-    """Return the tokenised documents of all `data`, in the order given.
+    """Return the tokenised documents of all `data`, in the order given; `split`: of data sets of the hub.
 
-    Args:
-        data: Text files (one document each), folders, globs, .jsonl and .parquet files, NAME or NAME:CONFIG of the hub.
-        tokenizer: The target's; None is enough for token ids.
-        split: Split of data sets of the hub.
-        most_bytes: Of larger data about this many bytes are read: every n-th record.
-        vocab_size: The target's; token ids must be below it (default: the tokenizer's).
-
-    Raises:
-        UsageError: A record cannot be read (the message names file and row), or nothing can be trained on.
+    Without a tokenizer token ids alone are read; they must be below `vocab_size` (default: the tokenizer's). Of larger
+    data about `most_bytes` are read: every n-th record. Raises UsageError if a record cannot be read (the message names
+    file and row), or nothing can be trained on.
     """
     vocab_size = vocab_size or (None if tokenizer is None else len(tokenizer))
     sources, tokens = read_records(data, split, most_bytes), 0
@@ -154,15 +143,15 @@ def load_documents(
     return found
 
 
-def check_first_records(data: Iterable[str], split: str, tokenizer: PreTrainedTokenizerBase | None) -> None:
+def check_first_records(data: Iterable[str], split: str, tokenizer: Tokenizer | None) -> None:
     """Raise UsageError if the first record of any of the data cannot be read or tokenised."""
     for name in data:
         _encode(list(islice(read_records([name], split, 1), 1)), tokenizer, None)
 
 
-def _encode(batch: list[Source], tokenizer: PreTrainedTokenizerBase | None, vocab_size: int | None) -> Documents:
+def _encode(batch: list[Source], tokenizer: Tokenizer | None, vocab_size: int | None) -> Documents:
     """Return the documents of some records; raises UsageError that names the record."""
-    texts = [record["text"] for _, record in batch if tokenizer is not None and isinstance(record.get("text"), str)]
+    texts = [record["text"] for _, record in batch if isinstance(record.get("text"), str)]
     encoded = iter(tokenizer(texts, verbose=False)["input_ids"] if tokenizer is not None and texts else ())
     found = []
     for origin, record in batch:
@@ -180,9 +169,7 @@ def _encode(batch: list[Source], tokenizer: PreTrainedTokenizerBase | None, voca
     return found
 
 
-def _documents(
-    record: Record, tokenizer: PreTrainedTokenizerBase | None, text_ids: list[int] | None
-) -> list[tuple[list[int], list[bool]]]:
+def _documents(record: Record, tokenizer: Tokenizer | None, text_ids: list[int] | None) -> list[Encoded]:
     """Return the documents of a record; token ids and messages take precedence over its text."""
     if "prompt_ids" in record and "response_ids" in record:
         prompt, response = exact_ids(record, "prompt_ids"), exact_ids(record, "response_ids")
@@ -208,9 +195,7 @@ def exact_ids(record: Record, key: str) -> list[int]:
     return value
 
 
-def encode_chat(
-    messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase
-) -> list[tuple[list[int], list[bool]]]:
+def encode_chat(messages: Messages, tokenizer: Tokenizer) -> list[Encoded]:
     """Return the documents of a conversation in the target's chat template, usually one; raises UsageError.
 
     Trained are the tokens that the target generates: the assistant's turns, each with the token that ends it. Some
@@ -243,29 +228,23 @@ def encode_chat(
     return [(whole, list(map(any, zip_longest(*(trained for _, trained in documents)))))]
 
 
-def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def special_ids(tokenizer: Tokenizer) -> set[int]:
     """Return the ids of the special tokens, also of those without a role."""
     return {*tokenizer.all_special_ids, *(i for i, one in tokenizer.added_tokens_decoder.items() if one.special)}
 
 
 def is_chat(messages: object) -> bool:
-    """Return whether these are messages with a role each."""
     return isinstance(messages, list) and all(isinstance(turn, dict) and "role" in turn for turn in messages)
 
 
-def chat_prompt(
-    messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, origin: str = "", prompt: bool = True
-) -> list[int]:
-    """Return the token ids of a conversation, with the generation prompt if `prompt`, as serving sends them.
-
-    Raises UsageError, which starts with `origin`, if the template refuses the messages.
-    """
+def chat_prompt(messages: Messages, tokenizer: Tokenizer, origin: str = "", prompt: bool = True) -> list[int]:
+    """Return the token ids of a conversation, with the generation prompt if `prompt`, as serving sends them."""
     how = {"tokenize": True, "return_dict": True, "add_generation_prompt": prompt}
     return list(render_chat(messages, tokenizer, origin, **how)["input_ids"])
 
 
-def render_chat(messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, origin: str, **how: Any) -> Any:
-    """Return what `apply_chat_template` returns; raises UsageError as `chat_prompt`."""
+def render_chat(messages: Messages, tokenizer: Tokenizer, origin: str, **how: Any) -> Any:
+    """Return what `apply_chat_template` returns; raises UsageError, after `origin`, if it refuses the messages."""
     try:
         return tokenizer.apply_chat_template(list(messages), **how)
     except Exception as error:  # templates are programs that raise any exception

@@ -14,10 +14,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from vllm_mtpc.engine.counters import Acceptance
-from vllm_mtpc.engine.options import flags, serve_arguments
 from vllm_mtpc.engine.process import cpu_seconds
-from vllm_mtpc.engine.server import VllmServer, run_server
+from vllm_mtpc.engine.server import Acceptance, VllmServer, flags, run_server, serve_arguments
 from vllm_mtpc.errors import EngineFailed
 
 # The sampling of a request is its own, without the defaults of the target's generation_config.json.
@@ -37,60 +35,14 @@ class Served:
     dtype: str  # of the target, e.g. "bfloat16"
 
 
-def serve(
-    engine: dict[str, Any],
-    prompts: Sequence[Sequence[int]],
-    temperatures: Sequence[float],
-    max_tokens: int,
-    log: Path,
-    sampling: dict[str, Any] | None = None,
-    seeds: Sequence[int] | None = None,
-) -> list[Served]:
-    """Start a server and generate answers to every prompt at every temperature.
-
-    Args:
-        engine: arguments of the engine by their names in `vllm.LLM`.
-        prompts: token ids.
-        temperatures: of sampling.
-        max_tokens: of an answer.
-        log: file of the server's output.
-        sampling: more fields of the requests.
-        seeds: of the requests, one for each prompt.
-
-    Raises:
-        EngineFailed: the server does not start or answer; the message has the end of its log.
-    """
-    from vllm.engine.arg_utils import EngineArgs
-
-    found, words = [], serve_arguments({**OWN_SAMPLING, **engine})
-    with run_server(words, log) as client, ThreadPoolExecutor(len(prompts)) as pool:
-        config = EngineArgs(**{**engine, "speculative_config": None}).create_model_config()
-        for temperature in temperatures:
-            before = client.acceptance()
-            body = {**(sampling or {}), "max_tokens": max_tokens, "temperature": temperature}
-            numbers: Sequence[int | None] = seeds or [None] * len(prompts)
-            numbered = zip(prompts, numbers, strict=True)
-            bodies = [{**body, "prompt": [*prompt], "seed": seed} for prompt, seed in numbered]
-            outputs = [answer for (answer,) in pool.map(client.complete, bodies)]
-            found.append(Served(temperature, outputs, client.acceptance() - before, str(config.dtype)[6:]))
-    return found
-
-
 @dataclass(frozen=True)
 class Load:
-    """How the requests of a pass are sent.
+    """How the requests of a pass are sent. They have no seeds, so another pass has other samples."""
 
-    Attributes:
-        clients: requests in flight at once.
-        temperature: of sampling; requests have no seeds, so another pass has other samples.
-        max_tokens: of every answer.
-        prompts: number of requests.
-    """
-
-    clients: int
+    clients: int  # requests in flight at once
     temperature: float
-    max_tokens: int
-    prompts: int
+    max_tokens: int  # of every answer
+    prompts: int  # number of requests
 
     @property
     def name(self) -> str:
@@ -113,13 +65,38 @@ class PassResult:
         return self.tokens / self.seconds
 
 
+def serve(
+    engine: dict[str, Any],
+    prompts: Sequence[Sequence[int]],
+    temperatures: Sequence[float],
+    max_tokens: int,
+    log: Path | None,
+    sampling: dict[str, Any] | None = None,
+    seeds: Sequence[int] | None = None,
+) -> list[Served]:
+    """Start a server (`engine`: arguments of `vllm.LLM`) and generate answers to every prompt at every temperature.
+
+    `sampling`: more fields of the requests. Raises EngineFailed, with the end of the log, if it does not answer.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    found, words = [], serve_arguments({**OWN_SAMPLING, **engine})
+    with run_server(words, log) as client, ThreadPoolExecutor(len(prompts)) as pool:
+        config = EngineArgs(**{**engine, "speculative_config": None}).create_model_config()
+        for temperature in temperatures:
+            before = client.acceptance()
+            body = {**(sampling or {}), "max_tokens": max_tokens, "temperature": temperature}
+            numbered = zip(prompts, seeds or [None] * len(prompts), strict=True)
+            bodies = [{**body, "prompt": [*prompt], "seed": seed} for prompt, seed in numbered]
+            outputs = [answer for (answer,) in pool.map(client.complete, bodies)]
+            found.append(Served(temperature, outputs, client.acceptance() - before, str(config.dtype)[6:]))
+    return found
+
+
 def measure(client: VllmServer, load: Load, prompts: Sequence[Prompt]) -> PassResult:
-    """Warm up and run one pass of `vllm bench serve` over the prompts.
+    """Warm up and run one pass of `vllm bench serve` over the prompts. Raises EngineFailed for unanswered requests.
 
     vLLM reports no times without a tokenizer, and its acceptance length is a mean over steps with drafts alone.
-
-    Raises:
-        EngineFailed: the server did not answer all requests.
     """
     from vllm.benchmarks.serve import add_cli_args, main
     from vllm.utils.argparse_utils import FlexibleArgumentParser

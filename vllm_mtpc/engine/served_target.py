@@ -1,30 +1,196 @@
 """A `vllm_mtpc.hf.Target` whose states vLLM computes: the served model, quantised, hybrid or divided over GPUs.
 
-Only the embeddings and the lm_head are read from the checkpoint, dequantised.
+Only the embeddings and the lm_head are read from the checkpoint, dequantised. The engine is `vllm serve` in a child
+process with `proposers/recorder.py` in its worker, which returns the hidden states of given text and of text that it
+generates; they come back in memory-mapped files. An engine that ends is started again and receives the same texts, at
+most ATTEMPTS times.
 """
 
 from __future__ import annotations
 
+import atexit
 import itertools
+import json
+import shutil
+import sys
+import tempfile
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vllm_mtpc.checkpoint.load import Shards
 from vllm_mtpc.checkpoint.locate import download
-from vllm_mtpc.engine.recording import RecordedText, RecordingEngine
-from vllm_mtpc.errors import UsageError
+from vllm_mtpc.engine.served import OWN_SAMPLING
+from vllm_mtpc.engine.server import ON_CPU, PROGRAM, VllmServer, serve_arguments
+from vllm_mtpc.errors import EngineFailed, UsageError
+from vllm_mtpc.heads.trunk.drafter import DRAFTER
 from vllm_mtpc.hf.model import Target, logits_of, target_config, tokenizer_if_any
 
+ATTEMPTS = 3
+IN_FLIGHT = 256  # requests at the engine
+WAVE = 64  # texts of a file
+RECORDER = {
+    "worker_extension_cls": "vllm_mtpc.proposers.recorder.Recorder",
+    "enable_prefix_caching": False,
+    "skip_tokenizer_init": True,  # texts are token ids
+}
+SHARED_GPU = {"gpu_memory_utilization": 0.5}  # the head is trained on the same device
+NO_STATES = torch.zeros(0, 0)
 LM_HEADS = ("lm_head", "embed_out")  # names in checkpoints
 EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "word_embeddings", "embeddings")
 RECURRENT = ("linear_attention", "mamba", "mamba2", "conv", "recurrent")  # kinds of layers in `layer_types`
+
+
+class RecordedText(NamedTuple):
+    tokens: list[int]  # prompt and response
+    states: Tensor  # [len(tokens) - 1, (layers + 1) D], on the CPU; row t after tokens[: t + 1]
+    finish_reason: str = ""  # of the response; empty: the engine has no room for one
+
+
+class RecordingEngine:
+    """One engine, started by the first call of `record`.
+
+    `options` of `vllm serve` take precedence; `drafter`: its `speculative_config` for texts with states of DRAFTER.
+    """
+
+    def __init__(
+        self, target: str, options: dict[str, Any], on_cuda: bool, drafter: dict[str, Any] | None = None
+    ) -> None:
+        defaults = SHARED_GPU if on_cuda else {**ON_CPU, "enable_chunked_prefill": False}
+        self.options = {"model": target, **OWN_SAMPLING, **defaults, **options, **RECORDER}
+        self.layers: tuple[int, ...] = ()
+        self.server: VllmServer | None = None
+        self.drafter, self.has_failed, self.numbers = drafter, False, itertools.count()
+        self.folder = Path(tempfile.mkdtemp(prefix="vllm_mtpc-states-"))
+        self.log = self.folder.with_suffix(".log")  # stays after a failure
+        atexit.register(self.close)
+
+    def record(
+        self,
+        prompts: Sequence[list[int]],
+        sampling: Mapping[str, Any] | None = None,
+        seeds: Sequence[int] = (),
+        layers: Sequence[int] = (),
+    ) -> Iterator[RecordedText]:
+        """Yield the prompts in their order and, with `sampling`, the target's responses, with their states.
+
+        A prompt alone needs two token ids or more, and its last one is not computed. `sampling`: body of a completion
+        request with `max_tokens`; `layers`: as of `Target.hidden_with`. Raises UsageError if the engine does not start,
+        or ended ATTEMPTS times without an answer.
+        """
+        done, attempts = 0, ATTEMPTS
+        while done < len(prompts):
+            try:
+                server = self._start(layers, may_draft=sampling is None)
+                for found in self._record(server, prompts[done:], sampling, seeds[done:]):
+                    yield found
+                    done, attempts = done + 1, ATTEMPTS
+            except EngineFailed as error:
+                is_running, attempts = self.server is not None, attempts - 1
+                self.stop()
+                if not is_running or not attempts:
+                    self.has_failed, name = True, self.options["model"]
+                    reason = f"vLLM cannot compute its states: {error.reason}; its log is {self.log}"
+                    raise UsageError(f"target {name}: {reason}") from None
+
+    def log_probs(self, prompt: list[int]) -> dict[int, float]:
+        """Return the log-probabilities of the likeliest next tokens, by token."""
+        body = {"model": self.options["model"], "prompt": prompt, "max_tokens": 1, "temperature": 0.0}
+        body |= {"logprobs": 3, "return_tokens_as_token_ids": True}
+        (choice,) = self._start((), may_draft=True).choices(body)
+        return {int(name[9:]): value for name, value in choice["logprobs"]["top_logprobs"][0].items()}  # token_id:N
+
+    def stop(self) -> None:
+        """End the engine; the next call of `record` starts one."""
+        if self.server is not None:
+            self.server.stop()
+            self.server = None
+
+    def close(self) -> None:
+        """End the engine and remove its files."""
+        self.stop()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if not self.has_failed:
+            self.log.unlink(missing_ok=True)
+
+    @property
+    def drafts(self) -> bool:
+        return DRAFTER in self.layers
+
+    def _start(self, layers: Sequence[int], may_draft: bool) -> VllmServer:
+        if self.server is not None and set(layers) <= set(self.layers) and (may_draft or not self.drafts):
+            return self.server
+        self.stop()
+        kept = self.layers if may_draft else ()
+        self.layers = tuple(sorted({*kept, *layers}))
+        options = self.options | ({"enforce_eager": True} if self.layers else {})
+        if self.drafts:
+            options["speculative_config"] = self.drafter
+        environment = {"VLLM_SERVER_DEV_MODE": "1"}  # the mode has collective_rpc
+        print(f"vLLM starts, for the states of {options['model']}", file=sys.stderr)
+        server = VllmServer(serve_arguments(options), environment, PROGRAM, self.log)
+        server.start()
+        self.server = server
+        self.limit = server.model_card()["max_model_len"]
+        _call(server, "start_recording", json.dumps(self.layers))
+        return server
+
+    def _record(
+        self, server: VllmServer, prompts: Sequence[list[int]], sampling: Mapping[str, Any] | None, seeds: Sequence[int]
+    ) -> Iterator[RecordedText]:
+        limit = self.limit
+        if sampling is None and (longest := max(map(len, prompts)) + self.drafts) > limit:
+            raise UsageError(f"a text of {longest} tokens, vLLM reads {limit}; lower seq_len, or raise max_model_len")
+
+        def ask(place: int) -> tuple[str, RecordedText]:
+            name, prompt = f"states-{next(self.numbers)}", prompts[place]
+            read = prompt if self.drafts else prompt[:-1]  # a drafter's last state is conditioned on the last token
+            body: dict[str, Any] = {"prompt": read, "max_tokens": 1, "temperature": 0.0}
+            if sampling is not None:
+                body = {**sampling, "prompt": prompt, "seed": seeds[place]}
+                body["max_tokens"] = min(body["max_tokens"], limit - len(prompt))
+                if body["max_tokens"] < 1:
+                    return "", RecordedText(prompt, NO_STATES)
+            (choice,) = server.choices({**body, "request_id": name, "model": self.options["model"]})
+            response = choice["token_ids"] if sampling is not None else []
+            return f"cmpl-{name}-0", RecordedText([*prompt, *response], NO_STATES, choice["finish_reason"])
+
+        pool, last = ThreadPoolExecutor(IN_FLIGHT), None
+        try:
+            answers = pool.map(ask, range(len(prompts)))
+            while wave := list(itertools.islice(answers, WAVE)):
+                path = self.folder / f"{next(self.numbers)}.safetensors"
+                rows = [(name, len(found.tokens) - 1) for name, found in wave if name]
+                _call(server, "write_states", str(path), json.dumps(rows))  # the last one is complete then
+                yield from _read(*last) if last else ()
+                last = path, [found for _, found in wave]
+            _call(server, "write_states", "", "[]")
+            yield from _read(*last) if last else ()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _call(server: VllmServer, method: str, *arguments: str) -> None:
+    answer = server.send("/collective_rpc", {"method": method, "args": arguments})
+    if answer.status_code != 200:
+        server.check_running()
+        raise EngineFailed(f"{method} returned {answer.status_code}: {answer.text[:500]}")
+
+
+def _read(path: Path, texts: list[RecordedText]) -> list[RecordedText]:
+    """Return texts with the states of a file, which stays mapped after its name is removed."""
+    sizes = [len(found.tokens) - 1 if found.finish_reason else 0 for found in texts]
+    states = load_file(path)["states"] if any(sizes) else NO_STATES
+    path.unlink(missing_ok=True)
+    return [found._replace(states=part) for found, part in zip(texts, states.split(sizes), strict=True)]
 
 
 class ServedModel(nn.Module):
@@ -130,17 +296,11 @@ def load_served_target(
     engine: Mapping[str, Any],
     drafter: dict[str, Any] | None = None,
 ) -> ServedTarget:
-    """Return a target whose engine starts with its first text.
+    """Return a target whose engine, with these options of `vllm serve`, starts with its first text.
 
-    Args:
-        name: folder or hub name.
-        dtype: of states, embeddings and lm_head; auto: that of the checkpoint.
-        device: of the trainer.
-        engine: options of `vllm serve`.
-        drafter: vLLM's `speculative_config` of the drafter whose states layer DRAFTER names.
-
-    Raises:
-        UsageError, CheckpointError: the config, or the embeddings and the lm_head, cannot be read.
+    `dtype`: of states, embeddings and lm_head; auto: that of the checkpoint. `device`: of the trainer. `drafter`:
+    vLLM's `speculative_config` of the drafter whose states layer DRAFTER names. Raises MtpcError if the config, or the
+    embeddings and the lm_head, cannot be read.
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
 

@@ -40,9 +40,8 @@ def run(args: argparse.Namespace) -> int:
 
     from vllm_mtpc.data.sources import load_documents
     from vllm_mtpc.engine import provenance
-    from vllm_mtpc.engine.counters import DEFINITIONS
-    from vllm_mtpc.eval.evaluator import load, resolve
-    from vllm_mtpc.eval.metrics import check_drafts
+    from vllm_mtpc.engine.server import DEFINITIONS
+    from vllm_mtpc.eval.evaluator import check_drafts, load, resolve
     from vllm_mtpc.eval.text import Sampling, prompts
     from vllm_mtpc.families import FAMILIES
     from vllm_mtpc.flags import check_positive

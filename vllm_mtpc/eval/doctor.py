@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,7 @@ from vllm_mtpc.flags import check_positive, json_object
 from vllm_mtpc.report import check_file, print_table, write_json
 
 if TYPE_CHECKING:
-    from vllm_mtpc.engine.served import Served
-    from vllm_mtpc.eval.evaluator import Diagnosis, Requests
+    from vllm_mtpc.eval.evaluator import Diagnosis
 
 MAX_NUM_SEQS = 16
 PROMPT_BYTES = 1 << 16  # of data read for each prompt
@@ -52,20 +50,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def diagnose(args: argparse.Namespace) -> list[Diagnosis]:
-    """Serve the head at each temperature, compute the expected acceptance along the served text, and compare.
-
-    Raises:
-        UsageError: vLLM is missing or fails.
-        MtpcError: the head or its target cannot be loaded.
-    """
+    """Serve the head at each temperature, compute the expected acceptance along the served text, and compare."""
     check_positive(args, "prompts", "prompt_tokens", "max_tokens")
     for name in ("json", "log"):
         check_file(getattr(args, name), f"--{name}")
     if importlib.util.find_spec("vllm") is None:
         raise UsageError(f"vllm is not installed, and doctor serves with it; type: {SETUP}")
-    from vllm_mtpc.engine.options import ON_CPU
-    from vllm_mtpc.eval.evaluator import Requests, load, resolve, target_of
-    from vllm_mtpc.eval.metrics import check_drafts
+    from vllm_mtpc.engine.served import serve
+    from vllm_mtpc.engine.server import ON_CPU
+    from vllm_mtpc.eval.evaluator import Requests, check_drafts, load, resolve, target_of
     from vllm_mtpc.families import FAMILIES
     from vllm_mtpc.hf import choose_device
 
@@ -77,8 +70,7 @@ def diagnose(args: argparse.Namespace) -> list[Diagnosis]:
     length = min(limit, max(map(len, prompts)) + args.max_tokens + 4 * (drafts + 1))
     engine: dict[str, Any] = {"model": target, "dtype": args.dtype, "seed": args.seed}
     engine |= {"max_num_seqs": MAX_NUM_SEQS, "max_model_len": length}
-    if choose_device(args.device).type == "cpu":
-        engine |= ON_CPU
+    engine |= ON_CPU if choose_device(args.device).type == "cpu" else {}
     engine |= args.engine
     engine["speculative_config"] = {
         "method": config.speculators_model_type,
@@ -91,14 +83,20 @@ def diagnose(args: argparse.Namespace) -> list[Diagnosis]:
     temperature, top_k, top_p = family.default_sampling(config)
     seeds = [args.seed * len(prompts) + number for number in range(len(prompts))] if family.seeded else None
     requests = Requests(prompts, drafts, top_k, top_p, seeds, args.draft_pass)
-    served = _serve(args, engine, requests, args.temperature or [0.0, temperature])
+    more: dict[str, Any] = {"sampling": {"top_k": top_k, "top_p": top_p}, "seeds": seeds}
+    try:
+        served = serve(engine, prompts, args.temperature or [0.0, temperature], args.max_tokens, args.log, **more)
+    except EngineFailed as error:
+        print(error, file=sys.stderr)
+        raise UsageError(
+            "vLLM did not serve the head: the end of its log is above; correct the cause named there"
+        ) from None
     # vLLM has ended, so its memory is free for the target. The dtype is the served one: only drafting can differ.
     evaluator = load(args.head, args.target, served[0].dtype, args.device, args.engine)
     return [evaluator.compare(requests, found) for found in served]
 
 
 def describe_health(diagnoses: list[Diagnosis]) -> str:
-    """Return the verdict in one line."""
     from vllm_mtpc.eval.evaluator import ERRORS, TOLERANCE
 
     faults = [f"at T={found.served.temperature:g} {found.fault}" for found in diagnoses if found.fault]
@@ -135,25 +133,6 @@ def _prompts(args: argparse.Namespace, target: str, drafts: int) -> tuple[list[l
     return found, getattr(config, "max_position_embeddings", None) or sys.maxsize
 
 
-def _serve(
-    args: argparse.Namespace, engine: dict[str, Any], requests: Requests, temperatures: list[float]
-) -> list[Served]:
-    """Serve the prompts; raises UsageError after the end of vLLM's log."""
-    from vllm_mtpc.engine.served import serve
-
-    sampling = {"top_k": requests.top_k, "top_p": requests.top_p}
-    with tempfile.TemporaryDirectory() as folder:
-        log = args.log or Path(folder) / "vllm.log"
-        try:
-            prompts, limit = requests.prompts, args.max_tokens
-            return serve(engine, prompts, temperatures, limit, log, sampling=sampling, seeds=requests.seeds)
-        except EngineFailed as error:
-            print(error, file=sys.stderr)
-            raise UsageError(
-                "vLLM did not serve the head: the end of its log is above; correct the cause named there"
-            ) from None
-
-
 def _row(diagnosis: Diagnosis) -> dict[str, Any]:
     counted, predicted, chain = diagnosis.served.acceptance, diagnosis.predicted, diagnosis.chain
     return {
@@ -173,8 +152,8 @@ def _row(diagnosis: Diagnosis) -> dict[str, Any]:
 
 
 def _print(rows: list[dict[str, Any]], verdict: str) -> None:
-    from vllm_mtpc.engine.counters import DEFINITIONS
-    from vllm_mtpc.eval.metrics import shown_shares
+    from vllm_mtpc.engine.server import DEFINITIONS
+    from vllm_mtpc.eval.evaluator import shown_shares
 
     title = "every draft verified, served by vLLM and predicted along the same text (steps that drafted)"
     lines = []

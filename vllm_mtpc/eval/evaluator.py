@@ -1,4 +1,9 @@
-"""A head attached to its target, as `vllm-mtpc eval` and `doctor` use it; each family of heads has an `Evaluator`."""
+"""A head attached to its target, as `vllm-mtpc eval` and `doctor` use it; each family of heads has an `Evaluator`.
+
+Steps do not start everywhere equally often: an accepted draft is skipped over. The steps are followed through each text
+(exactly, by the probability that a step starts at each position); tokens/step is the number of tokens divided by the
+number of steps, as a server counts it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,19 +22,93 @@ from vllm_mtpc.config.base import AnyHeadConfig
 from vllm_mtpc.engine.served import Served
 from vllm_mtpc.engine.served_target import load_served_target, must_be_served
 from vllm_mtpc.errors import UsageError
-from vllm_mtpc.eval.metrics import StepMetrics
 from vllm_mtpc.eval.text import Samples, Sampling, generate, join
 from vllm_mtpc.families import FAMILIES
+from vllm_mtpc.heads.ptp.student import UNUSED_U
 from vllm_mtpc.hf import Target, choose_device, load_target
 from vllm_mtpc.hf.model import target_config
 from vllm_mtpc.kernels.pick import pick
-from vllm_mtpc.progress import Bar
+from vllm_mtpc.kernels.uniform import uniform
+from vllm_mtpc.report import Bar
+
+if TYPE_CHECKING:
+    from typing import Self
 
 TOLERANCE = 0.02  # relative, of tokens/step
 ERRORS = 3.0  # standard errors that are still noise
 BATCH = 8
 # Log-probabilities (nats) this close are a tie: rounding of the target's dtype decides between the tokens.
 TIE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """Tokens/step of a head at one temperature. s.e.: standard error over sequences."""
+
+    tokens_per_step: float  # the target's own token included; plain decoding is 1.0
+    standard_error: float
+    per_position: list[float]  # unconditional: P(drafts 1..k are all accepted), k = 1..K, over steps
+    sequences: int
+    steps: float  # counted or expected number
+
+    @property
+    def shown(self) -> str:
+        return f"{self.tokens_per_step:.3f} ± {self.standard_error:.3f}"
+
+    @classmethod
+    def of(cls, starts: Tensor, alive: Tensor, **more: Any) -> Self:
+        """Compute metrics of texts; `more`: fields of a subclass.
+
+        starts[S, T]: P(a step starts at t). alive[S, T, K]: P(drafts 1..k of it are accepted), also past the end.
+        """
+        steps = starts.sum(1)  # [S]
+        value, error = ratio((starts * (1 + alive.sum(-1))).sum(1), steps)
+        total, per_position = steps.sum(), (starts[..., None] * alive).sum((0, 1))
+        found = {"tokens_per_step": value, "standard_error": error, "per_position": (per_position / total).tolist()}
+        return cls(**found, sequences=len(steps), steps=total.item(), **more)
+
+
+def exact_counts(alive: Tensor) -> Tensor:
+    """P(exactly k drafts are accepted) [S, T, K + 1], k = 0..K; alive[S, T, K]: P(the first k are)."""
+    edge = alive[..., :1]
+    return -torch.diff(alive, prepend=torch.ones_like(edge), append=torch.zeros_like(edge))
+
+
+def step_starts(alive: Tensor, valid: Tensor) -> Tensor:
+    """Return P(a step starts at each position) [S, T], the first one certain, 0 outside of valid[S, T].
+
+    alive[S, T, K] = P(the first k drafts of a step at t are accepted).
+    """
+    sequences, length, drafts = alive.shape
+    exactly = exact_counts(alive)  # the step advances by 1 + k
+    starts = alive.new_zeros(sequences, length + drafts + 1)
+    starts[:, 0] = 1
+    for t in range(length):
+        starts[:, t + 1 : t + drafts + 2] += starts[:, t : t + 1] * exactly[:, t]
+    return starts[:, :length] * valid
+
+
+def check_drafts(window: int, num_drafts: int | None, default: int) -> int:
+    """Return the number of drafts K. Raises UsageError outside 1 .. window - 1."""
+    if num_drafts is not None and not 1 <= num_drafts <= window - 1:
+        raise UsageError(
+            f"num_drafts={num_drafts}: the head's window is {window} and its first token is the target's own; "
+            f"allowed are 1 to {window - 1}"
+        )
+    return default if num_drafts is None else num_drafts
+
+
+def ratio(numerator: Tensor, denominator: Tensor) -> tuple[float, float]:
+    """Return the ratio of sums over independent sequences [S] and its standard error (linearised; nan for one)."""
+    value = (numerator.sum() / denominator.sum()).item()
+    residual = numerator - value * denominator
+    spread = residual.std().item() if len(residual) > 1 else math.nan
+    return value, spread * math.sqrt(len(residual)) / denominator.sum().item()
+
+
+def shown_shares(values: Sequence[float]) -> str:
+    """Format probabilities as one cell of a table: .93 .81 .60"""
+    return " ".join(f"{value:.2f}".removeprefix("0") for value in values)
 
 
 class Requests(NamedTuple):
@@ -121,11 +200,11 @@ class Evaluator(Protocol):
 
     def measure(self, prompts: Sequence[Tensor], temperature: float, num_drafts: int, args: Namespace) -> Any:
         """Let the target write text at one temperature, and evaluate the head on it."""
-        target, sampling = self.target, self.sampling(temperature, args.top_p, args.top_k)
-        generator = torch.Generator(target.device).manual_seed(args.seed)
+        sampling = self.sampling(temperature, args.top_p, args.top_k)
+        generator = torch.Generator(self.target.device).manual_seed(args.seed)
         with Bar(total=len(prompts), desc=f"T={temperature:g} text", unit="text") as bar:
             how = {"overhang": num_drafts, "progress": bar.update}
-            samples = generate(target, prompts, args.new_tokens, sampling, generator, **how)
+            samples = generate(self.target, prompts, args.new_tokens, sampling, generator, **how)
         return self.evaluate(samples, sampling, num_drafts, args.seed)
 
     def evaluate(self, samples: Samples, sampling: Sampling, num_drafts: int, seed: int) -> Any:
@@ -141,10 +220,6 @@ class Evaluator(Protocol):
         """Return warnings about the head that follow from the results, a line each."""
         return []
 
-    def request_u(self, requests: Requests, sampling: Sampling, count: int) -> Tensor | None:
-        """Return u [B, count] that picks the tokens of each request; None where the family does not pick by u."""
-        return None
-
     def predict(
         self, samples: Samples, sampling: Sampling, requests: Requests, u: Tensor | None
     ) -> tuple[StepMetrics, float]:
@@ -155,7 +230,8 @@ class Evaluator(Protocol):
         sampling = self.sampling(served.temperature, requests.top_p, requests.top_k)
         pairs = zip(requests.prompts, served.outputs, strict=True)
         texts = [torch.tensor([*prompt, *output]) for prompt, output in pairs]
-        u = self.request_u(requests, sampling, max(map(len, texts)) + requests.num_drafts + 1)
+        count = max(map(len, texts)) + requests.num_drafts + 1
+        u = None if requests.seeds is None else request_u(sampling, requests.seeds, count, self.target.device)
         samples = self.continue_served(texts, requests, sampling, u)
         predicted, noise = self.predict(samples, sampling, requests, u)
         return Diagnosis(served, predicted, noise, self.check_chain(samples, sampling, u))
@@ -198,6 +274,14 @@ class Evaluator(Protocol):
             excess += (-chosen - mean[:, 0]).clamp(max=30.0).sum().item()  # a token of no probability is 30 nats
             variance += (p * (nats - mean) ** 2).sum().item()
         return Chain(count, differing, excess / math.sqrt(variance) if variance else 0.0)
+
+
+def request_u(sampling: Sampling, seeds: Sequence[int], count: int, device: torch.device) -> Tensor:
+    """Return u [B, count] float32 of the first tokens of B requests with seeds; greedy: 0.5."""
+    if sampling.greedy:
+        return torch.full((len(seeds), count), UNUSED_U, device=device)
+    at = torch.arange(count, device=device) - 1
+    return torch.stack([uniform(torch.full_like(at, seed), at) for seed in seeds])
 
 
 class CoupledSampling:

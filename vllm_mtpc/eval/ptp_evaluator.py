@@ -9,7 +9,7 @@ A window at position t (visible: tokens up to t) drafts x_2..x_(1+K), tokens t +
 o-ptp and the independent baseline: the argmax of rows 1..K. c-ptp: Pick(u, P), P the distributions of rows 0..K - 1
 (greedy: argmax). late: see `vllm_mtpc.heads.ptp.distribution`. The step accepts the leading drafts that equal the text.
 
-Steps follow each other through each continuation (`vllm_mtpc.eval.metrics`):
+Steps follow each other through each continuation (`vllm_mtpc.eval.evaluator`):
 
     merged pass   window at t; the next step is at t + 1 + accepted; every group of rows long enough (ideal)
     two passes    window at t + 1, after x_1, whose row gives x_2 exactly; the student drafts the K - 1 tokens after it
@@ -33,13 +33,19 @@ from torch import Tensor
 from vllm_mtpc.checkpoint import read_config
 from vllm_mtpc.checkpoint.ptp_head import load_student
 from vllm_mtpc.config.ptp_config import PtpConfig
-from vllm_mtpc.eval.evaluator import Evaluator, Requests
-from vllm_mtpc.eval.metrics import StepMetrics, check_drafts, exact_counts, shown_shares, shown_tokens, step_starts
+from vllm_mtpc.eval.evaluator import (
+    Evaluator,
+    Requests,
+    StepMetrics,
+    check_drafts,
+    exact_counts,
+    shown_shares,
+    step_starts,
+)
 from vllm_mtpc.eval.text import Samples, Sampling
 from vllm_mtpc.heads.ptp.distribution import STEPS, edges, u_inside
 from vllm_mtpc.heads.ptp.student import UNUSED_U, Student
 from vllm_mtpc.hf import Target
-from vllm_mtpc.kernels.uniform import uniform
 
 CHUNK_ELEMENTS = 2**24  # scores or logits of one pass: 64 MiB in float32
 
@@ -140,7 +146,6 @@ def _following(values: Tensor, row: Tensor, start: Tensor, count: int) -> Tensor
 
 
 def summarise(windows: DraftedWindows) -> PtpMetrics:
-    """Return the metrics of all texts."""
     valid, (starts, alive) = windows.valid, windows.steps()
     histogram = (starts[..., None] * exact_counts(alive)).sum((0, 1)) / starts.sum()
     two_pass = StepMetrics.of(*windows.steps(two_pass=True))
@@ -164,18 +169,8 @@ def uses_u(accuracy: float, shuffled: float, contexts: int) -> bool:
     return accuracy - shuffled > max(0.02 * accuracy, 5 * noise)
 
 
-def request_u(sampling: Sampling, seeds: Sequence[int], count: int, device: torch.device) -> Tensor:
-    """Return u [B, count] float32 of the first tokens of B requests with seeds; greedy: 0.5."""
-    if sampling.greedy:
-        return torch.full((len(seeds), count), UNUSED_U, device=device)
-    at = torch.arange(count, device=device) - 1
-    return torch.stack([uniform(torch.full_like(at, seed), at) for seed in seeds])
-
-
 @dataclass(frozen=True)
 class PtpEvaluation:
-    """One temperature."""
-
     temperature: float
     figures: PtpMetrics
     uses_u: bool
@@ -221,7 +216,7 @@ class PtpEvaluator(Evaluator):
         figures = result.figures
         two_passes = f"{figures.two_pass_tokens_per_step:.3f} ± {figures.two_pass_standard_error:.3f}"
         return {
-            "tokens/step, merged pass, ideal ± s.e.": shown_tokens(figures),
+            "tokens/step, merged pass, ideal ± s.e.": figures.shown,
             "tokens/step, two passes": two_passes,
             "acceptance per position": shown_shares(figures.per_position),
             "P(exactly g drafts accepted)": shown_shares(figures.histogram),
@@ -244,10 +239,6 @@ class PtpEvaluator(Evaluator):
                 "and fewer drafts are right".format(*trained)
             )
         return found
-
-    def request_u(self, requests: Requests, sampling: Sampling, count: int) -> Tensor:
-        assert requests.seeds is not None  # `seeded`
-        return request_u(sampling, requests.seeds, count, self.target.device)
 
     def predict(
         self, samples: Samples, sampling: Sampling, requests: Requests, u: Tensor | None

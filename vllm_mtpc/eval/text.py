@@ -77,11 +77,6 @@ class Samples:
     bytes_per_token: float | None = None  # UTF-8 bytes per token of the continuations
     draft: Tensor | None = None  # [S, L - 1, W] what the head's trunk reads, if not `hidden` (`Trunk.windows`)
 
-    @property
-    def read(self) -> Tensor:
-        """Return what the trunk reads of the texts."""
-        return self.hidden if self.draft is None else self.draft
-
     def starts(self, num_drafts: int) -> tuple[Tensor, Tensor]:
         """Return where a server may start a step of K drafts: first position [S] and number of positions [S].
 

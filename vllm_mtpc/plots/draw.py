@@ -10,10 +10,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from typing import Any
 
 STYLE = {
     "font.size": 9,
@@ -31,8 +28,8 @@ Results = Mapping[str, Mapping[str, Mapping[str, Any]]]  # head -> "t1" or "t0" 
 
 
 @contextmanager
-def panels(files: Sequence[Path], count: int, size: tuple[float, float], **shared: Any) -> Iterator[list[Axes]]:
-    """Yield panels side by side, then write them to files; no display is needed, and the caller's style is restored."""
+def panels(files: Sequence[Path], count: int, size: tuple[float, float], **shared: Any) -> Iterator[list[Any]]:
+    """Yield axes side by side, then write them to files; no display is needed, and the caller's style is restored."""
     import matplotlib.style
     from matplotlib.figure import Figure
 

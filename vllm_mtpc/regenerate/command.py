@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -15,16 +16,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from vllm_mtpc.engine.options import serve_arguments
+from vllm_mtpc.checkpoint.save import package_versions
 from vllm_mtpc.engine.served import OWN_SAMPLING
-from vllm_mtpc.engine.server import run_server
+from vllm_mtpc.engine.server import run_server, serve_arguments
 from vllm_mtpc.errors import SETUP, EngineFailed, UsageError, validate
+from vllm_mtpc.files import read_json, replace_file
 from vllm_mtpc.flags import add_flags, typed
-from vllm_mtpc.progress import Bar
-from vllm_mtpc.regenerate.answers import encode, resume
-from vllm_mtpc.regenerate.options import RegenerateOptions
-from vllm_mtpc.regenerate.prompts import collect
-from vllm_mtpc.regenerate.self_prompts import SelfPrompts
+from vllm_mtpc.regenerate.prompts import RegenerateOptions, SelfPrompts, collect
+from vllm_mtpc.report import Bar
 
 Respond = Callable[[list[list[int]], dict[str, Any], list[int]], Iterable[tuple[list[int], Any, str]]]
 
@@ -52,11 +51,7 @@ def regenerate(options: RegenerateOptions, respond: Respond | None = None) -> Pa
     or length), and for conversations `messages` with the new turn. `OUT.meta.json` has the settings. The seed of a
     response is made from its id, so that an interrupted run continues with the same text, as far as the target's logits
     do not depend on the batch. Prompts without room for a token are skipped and counted. `OUT.dropped.json` has the
-    conversations of the target (`prompts` self) that are left out in whole or in part.
-
-    Raises:
-        UsageError: vLLM is missing or fails, there are no prompts, or the file was made with other settings.
-        OSError: the file cannot be written; the next run removes an incomplete last line.
+    conversations of the target (`prompts` self) that are left out in whole or in part. Raises UsageError.
     """
     if find_spec("vllm") is None:
         raise UsageError(f"responses are written by vllm, which is not installed; type: {SETUP}")
@@ -82,12 +77,15 @@ def regenerate(options: RegenerateOptions, respond: Respond | None = None) -> Pa
         while wave := list(islice(answers, WAVE)):
             bar.set_postfix_str("", refresh=False)
             for answer in wave:
+                lines = []
                 if "lines" in answer:
-                    file.writelines(map(encode, own.keep(answer)))
+                    lines = own.keep(answer)
                 elif "response_ids" in answer:
-                    file.write(encode(left[answer["id"]].line(answer, tokenizer)))
+                    lines = [left[answer["id"]].line(answer, tokenizer)]
                 else:
                     skipped += 1
+                for line in lines:
+                    file.write((json.dumps(line, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass"))
             file.flush()
             os.fsync(file.fileno())
             bar.update(len(wave))
@@ -103,6 +101,39 @@ def regenerate(options: RegenerateOptions, respond: Respond | None = None) -> Pa
     if skipped:
         print(f"regenerate: skipped {skipped} of {len(requests)} prompts: no room for a response", file=sys.stderr)
     return options.out
+
+
+def resume(path: Path, settings: dict[str, Any]) -> set[str]:
+    """Return the ids in a file of answers, and remove its incomplete last line; a new file gets its settings.
+
+    PATH.meta.json has the settings, JSON values that the answers depend on. Raises UsageError if the file was made with
+    other ones, or has a line that is no answer.
+    """
+    side = path.with_name(path.name + ".meta.json")
+    if not path.exists() or not path.stat().st_size:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(side, (json.dumps({**settings, "versions": package_versions()}, indent=2) + "\n").encode())
+        return set()
+    if not side.exists():
+        raise UsageError(f"{path} is there without {side.name}; name another file, or remove it")
+    given = read_json(side)
+    if found := [name for name, value in settings.items() if given.get(name) != value]:
+        differing = ", ".join(f"{name} {given.get(name)!r} (asked for: {settings[name]!r})" for name in found)
+        raise UsageError(
+            f"{path} was made with other settings: {differing}; give the same ones to continue it, or name another file"
+        )
+    ids, end = set(), 0
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break
+            end += len(line)
+            try:
+                ids.add(json.loads(line)["id"])
+            except (ValueError, TypeError, KeyError):
+                raise UsageError(f"{path}:{number}: not a response; remove the line and run again") from None
+    os.truncate(path, end)
+    return ids
 
 
 def answer_of(ask: Callable[..., tuple[list[int], str | None]], request: Any) -> dict[str, Any]:

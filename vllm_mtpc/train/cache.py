@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,7 +25,7 @@ from vllm_mtpc.data.rows import Rows
 from vllm_mtpc.errors import UsageError, first_line
 from vllm_mtpc.files import replacing
 from vllm_mtpc.hf import Target
-from vllm_mtpc.progress import Bar
+from vllm_mtpc.report import Bar
 
 SHARD_BYTES = 1 << 29  # of a shard: the work that an interruption may lose
 SLOW_ROWS = 64  # number of rows from which on progress is shown
@@ -59,8 +59,6 @@ def target_fingerprint(target: Target) -> str:
 
 
 class HiddenSource(Protocol):
-    """Rows and the states of some of them."""
-
     rows: Rows
 
     def hidden(self, row_indices: Tensor) -> Any:
@@ -83,29 +81,28 @@ class Computed:
         """Return the states, [B, S, D], of rows[row_indices [B]] on the target's device; state t predicts t + 1."""
         shape = len(row_indices), self.rows.tokens.shape[1], self.hidden_size
         states = torch.empty(shape, dtype=self.target.dtype, device=self.target.device)
-        layers = self.layers if self.layer is None else [self.layer]
-        is_quick = shape[0] < SLOW_ROWS or shape[0] <= self.target.rows_at_once
+        layers, at_once = self.layers if self.layer is None else [self.layer], self.target.rows_at_once
+        is_quick = shape[0] < SLOW_ROWS or shape[0] <= at_once
         with Bar(total=shape[0], desc="hidden states", unit="row", leave=False, disable=is_quick) as bar:
-            for first in range(0, shape[0], self.target.rows_at_once):
-                some = row_indices[first : first + self.target.rows_at_once].cpu()
+            for first in range(0, shape[0], at_once):
+                some = row_indices[first : first + at_once].cpu()
                 document = self.rows.document[some]
                 part = self.target.hidden_with(layers, self.rows.tokens[some], document)[..., : self.hidden_size]
-                padding = (document < 0)[..., None].to(part.device)
-                states[first : first + len(some)] = part.masked_fill(padding, 0)
+                states[first : first + len(some)] = part.masked_fill((document < 0)[..., None].to(part.device), 0)
                 bar.update(len(some))
         return states
 
 
 @dataclass
 class HiddenCache:
-    """States of a cache folder; only the requested rows are read."""
+    """States of a cache folder."""
 
     rows: Rows  # [N, S]
     shards: Sequence[Tensor]  # memory-mapped states [R, S, D], all but the last of the same number of rows
     device: torch.device  # of the states that are returned
 
     def hidden(self, row_indices: Tensor) -> Tensor:
-        """Return the states, [B, S, D], of rows[row_indices [B]] on `device`; hidden[b, t] predicts token t + 1."""
+        """As of `Computed`; only the requested rows are read."""
         per_shard, *shape = self.shards[0].shape
         states = self.shards[0].new_empty(len(row_indices), *shape)
         for place, row in enumerate(row_indices.tolist()):
@@ -116,15 +113,9 @@ class HiddenCache:
 def write_cache(folder: Path, target: Target, rows: Rows, layers: Sequence[int] = ()) -> HiddenCache:
     """Write the states of `rows` into `folder`, or the missing ones, and return the cache. Call it in one process.
 
-    Args:
-        folder: Folder of the cache.
-        target: The target without adapters: it is compared by config and a sample of its weights.
-        rows: Packed rows.
-        layers: As of `Computed`.
-
-    Raises:
-        MtpcError: The folder holds other states, a file is damaged, states are not finite, or the disk is full.
-            Finished shards are kept.
+    The target has no adapters: it is compared by config and a sample of its weights. `layers`: as of `Computed`. Raises
+    MtpcError if the folder holds other states, a file is damaged, states are not finite, or the disk is full. Finished
+    shards are kept.
     """
     source, (num_rows, seq_len) = Computed(target, rows, layers=layers), rows.tokens.shape
     row_bytes = seq_len * source.hidden_size * target.dtype.itemsize
@@ -142,8 +133,8 @@ def write_cache(folder: Path, target: Target, rows: Rows, layers: Sequence[int] 
     shards = {folder / f"shard-{number:05d}.safetensors": part for number, part in parts}
     try:
         there = set(folder.glob("shard-*"))  # a client of NFS that asks for an absent file misses it for a while
-        missing = {path: part for path, part in shards.items() if path not in there}
         states = {path: _read_shard(path, description) for path in shards if path in there}
+        missing = {path: part for path, part in shards.items() if path not in there}
         left = sum(map(len, missing.values()))
         folder.mkdir(parents=True, exist_ok=True)
         if left * row_bytes > (free := shutil.disk_usage(folder).free):
@@ -151,13 +142,9 @@ def write_cache(folder: Path, target: Target, rows: Rows, layers: Sequence[int] 
                 f"{folder}: hidden states need {left * row_bytes / 1e9:.3f} GB more, {free / 1e9:.3f} GB are free; "
                 "free space, name a folder elsewhere, use fewer rows, or train without a cache"
             )
-        tokens_per_row = int((rows.document >= 0).sum()) / num_rows
         with Bar(total=num_rows, initial=num_rows - left, desc="hidden states", unit="row") as bar:
             for path, part in missing.items():
-                for count in _write_shard(path, source, part, description):
-                    rate = (bar.n - bar.initial + count) * tokens_per_row / (bar.format_dict["elapsed"] + 1e-9)
-                    bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
-                    bar.update(count)
+                _write_shard(path, source, part, description, bar)
                 states[path] = _read_shard(path, description)
     except (OSError, SafetensorError) as error:  # safetensors wraps the system's errors
         raise UsageError(
@@ -167,8 +154,7 @@ def write_cache(folder: Path, target: Target, rows: Rows, layers: Sequence[int] 
     return HiddenCache(rows, [states[path] for path in shards], target.device)
 
 
-def _write_shard(path: Path, source: Computed, row_indices: Tensor, metadata: dict[str, str]) -> Iterator[int]:
-    """Compute states and write them to their file; yields the number of rows after each part of them."""
+def _write_shard(path: Path, source: Computed, row_indices: Tensor, metadata: dict[str, str], bar: Bar) -> None:
     parts = []
     for some in row_indices.split(source.target.rows_at_once):
         parts.append(source.hidden(some).cpu())
@@ -177,7 +163,7 @@ def _write_shard(path: Path, source: Computed, row_indices: Tensor, metadata: di
                 f"{path}: states of rows {some[0]} to {some[-1]} hold NaN or infinity; allowed: finite values; type "
                 "--target-dtype bfloat16 or float32"
             )
-        yield len(some)
+        bar.update(len(some))
     with replacing(path) as (partial,):
         save_file({"hidden": torch.cat(parts)}, partial, metadata)
         partial.chmod(0o644)  # safetensors gives access to the owner only

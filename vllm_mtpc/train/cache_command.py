@@ -15,21 +15,18 @@ SHARED = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `vllm-mtpc cache`."""
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="continued if it exists")
     add_flags(parser, TrainOptions, only=SHARED)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the cache and return the exit code."""
     from vllm_mtpc.hf import choose_device
     from vllm_mtpc.train.cache import write_cache
     from vllm_mtpc.train.run import read_data, read_target, with_defaults
 
-    shared = {name: value for name, value in typed(args, TrainOptions).items() if name in SHARED}
-    options = with_defaults(parse({**shared, "out": args.out, "evaluation_sequences": 0}, "cache"))
+    options = with_defaults(parse({**typed(args, TrainOptions), "evaluation_sequences": 0}, "cache"))
     target = read_target(options, choose_device(options.device))
-    rows, report, _ = read_data(options, target, print)
+    rows, report, _ = read_data(options, target)
     shards = write_cache(args.out.resolve(), target, rows).shards
     size, dtype = sum(shard.nbytes for shard in shards), str(shards[0].dtype).removeprefix("torch.")
     print(f"{args.out}: {report.rows:,} rows, {report.tokens:,} tokens, {size / 1e9:.3f} GB, {dtype}")

@@ -39,19 +39,17 @@ def provenance(
 ) -> dict[str, Any]:
     """Return the content of provenance.json without the package versions, which saving a head adds.
 
-    Args:
-        options: Options of the run.
-        head: Facts of the head.
-        verifier: The target's name in the head.
-        results: {"t1": ..., "t0": ...} as `vllm-mtpc eval` measures them; empty if nothing was measured.
-        run: `steps` (0: untrained) and facts of a trained head.
+    `head`: facts; `verifier`: the target's name in it; `results`: {"t1": ..., "t0": ...} as `vllm-mtpc eval` measures
+    them, empty if nothing was measured; `run`: `steps` (0: untrained) and facts of a trained head.
     """
     run = dict(run)
     on_hub = [name for name in (verifier, options.target) if HUB_NAME.fullmatch(name) and not os.path.exists(name)]
     settings = {key: public(value) for key, value in options.model_dump(mode="json").items()}
     data = {name.removeprefix("data_"): run.pop(name) for name in ("tokens", "documents", "data_sha256") if name in run}
+    file = Path(sys.argv[0])  # of `vllm-mtpc`, `python -m vllm_mtpc` or a script
+    words = [*(["python", "-m", file.parent.name] if file.name == "__main__.py" else [file.name]), *sys.argv[1:]]
     return {
-        "command": shlex.join(public(word) for word in command_line()),
+        "command": shlex.join(map(public, words)),
         "commit": commit(),
         "hardware": hardware(),
         "seed": options.seed,
@@ -68,12 +66,6 @@ def provenance(
         "figures": dict(results),
         "plots": [name for name in PLOTS if run["steps"] and (options.out / name).is_file()],
     }
-
-
-def command_line() -> list[str]:
-    """Return the words of the running command: `vllm-mtpc`, `python -m vllm_mtpc` or a script, and its arguments."""
-    file = Path(sys.argv[0])
-    return [*(["python", "-m", file.parent.name] if file.name == "__main__.py" else [file.name]), *sys.argv[1:]]
 
 
 def head_card(record: Mapping[str, Any], method: Literal["mtpc", "ptp"] = "mtpc") -> str:

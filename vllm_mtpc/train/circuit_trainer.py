@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from vllm_mtpc.checkpoint import load_head, read_circuit_config, resolve_head, save_head
 from vllm_mtpc.checkpoint.locate import verifier_name
 from vllm_mtpc.circuits import circuit_class, get_circuit
 from vllm_mtpc.config.mtpc_config import HeadConfig
-from vllm_mtpc.data.rows import Rows
+from vllm_mtpc.data.rows import Rows, choose_ids
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.heads import default_components, default_window
 from vllm_mtpc.heads.head import build_head
@@ -24,15 +23,12 @@ from vllm_mtpc.train.card import head_card, provenance
 from vllm_mtpc.train.losses import CircuitModule
 from vllm_mtpc.train.options import TrainOptions
 from vllm_mtpc.train.trainer import Trainer
-from vllm_mtpc.train.vocabulary import choose_ids
 
 DRAFTERS = ("mtp", "eagle3")  # one pass over a text gives the states of all its windows
 STEPS_OF_A_BLOCK = 8  # of a backbone, or with minutes
 
 
 class CircuitTrainer(Trainer):
-    """Trains a circuit's head."""
-
     family_options = (
         "circuit", "components", "trunk", "leaves", "draft_vocab_size", "freeze_trunk", "beta", "acceptance",
         "train_first", "cache", "states", "engine",
@@ -42,7 +38,10 @@ class CircuitTrainer(Trainer):
     def setup_model(self) -> None:
         options, target = self.options, self.target
         if self.rows is not None and not options.init_from:
-            self.choose_vocabulary(self.rows)
+            trained = self.rows.tokens[self.rows.trained]
+            self.ids = choose_ids(trained, target.vocab_size, options.draft_vocab_size)
+            size = None if self.ids is None else len(self.ids)
+            self.config = self.config.model_copy(update={"draft_vocab_size": size})
         self.head, self.layers = build_head(self.config), None
         if self.ids is not None:
             self.head.set_vocabulary(self.ids)
@@ -62,12 +61,6 @@ class CircuitTrainer(Trainer):
             self.layers = LoraDraftLayers(target, layers=trunk.layers, rank=trunk.rank, alpha=trunk.alpha)
         self.loss_unit = "nats and total variation" if options.acceptance else "nats per token"
         self.model = CircuitModule(self.head, target, options, self.layers)
-
-    def choose_vocabulary(self, rows: Rows) -> None:
-        """Set the ids that are drafted, the most frequent trained ones, and their number in the config."""
-        self.ids = choose_ids(rows.tokens[rows.trained], self.target.vocab_size, self.options.draft_vocab_size)
-        size = None if self.ids is None else len(self.ids)
-        self.config = self.config.model_copy(update={"draft_vocab_size": size})
 
     @classmethod
     def check(cls, options: TrainOptions) -> None:
@@ -157,8 +150,3 @@ class CircuitTrainer(Trainer):
         dtype = getattr(torch, self.options.dtype)
         adapters = self.layers and self.layers.adapters
         save_head(self.options.out, self.config, self.head, record, head_card(record), dtype, adapters)
-
-    def load_trained(self, weights: Mapping[str, Tensor]) -> None:
-        with torch.device("meta"):
-            self.head = build_head(self.config)
-        self.head.load_state_dict(weights, assign=True)

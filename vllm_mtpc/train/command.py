@@ -20,23 +20,17 @@ OWN_RESPONSE_TOKENS = 1024  # of a response to the target's own prompt: those wi
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `vllm-mtpc train`."""
     parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, max_help_position=34)
     parser.usage = "%(prog)s --target MODEL --data DATA... --out FOLDER [options]"
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="YAML file with the same keys; flags take precedence"
-    )
+    about = "YAML file with the same keys; flags take precedence"
+    parser.add_argument("--config", type=Path, metavar="FILE", help=about)
     add_flags(parser, TrainOptions, required=False)
     for part, table in PARTS.items():
         group = parser.add_argument_group(f"Options of --{part}")
+        flag: dict[str, Any] = {"type": json_or_text, "metavar": "VALUE", "default": argparse.SUPPRESS}
         for name, about in table.fields().items():
-            flag: dict[str, Any] = {
-                "dest": f"{part}.{name}",
-                "type": json_or_text,
-                "metavar": "VALUE",
-                "default": argparse.SUPPRESS,
-            }
-            group.add_argument(f"--{part}.{name.replace('_', '-')}", help=about.replace("%", "%%"), **flag)
+            flag |= {"dest": f"{part}.{name}", "help": about.replace("%", "%%")}
+            group.add_argument(f"--{part}.{name.replace('_', '-')}", **flag)
 
 
 def json_or_text(text: str) -> Any:
@@ -48,7 +42,6 @@ def json_or_text(text: str) -> Any:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train and return the exit code."""
     options = read_options(args)
     check_earlier_run(options)
     from vllm_mtpc.train.run import train, with_defaults
@@ -79,12 +72,10 @@ def read_options(args: argparse.Namespace) -> TrainOptions:
     """Return the options of a command line and its YAML file; raises UsageError."""
     values = (read_yaml(args.config) if args.config else {}) | typed(args, TrainOptions)
     for part in PARTS:
+        given = {key.partition(".")[2]: value for key, value in vars(args).items() if key.startswith(f"{part}.")}
         section = values.get(part, {})
         section = {"kind": section} if isinstance(section, str) else section
-        given = {key.partition(".")[2]: value for key, value in vars(args).items() if key.startswith(f"{part}.")}
-        if given and isinstance(section, dict):
-            section = section | given
-        if section:
+        if section := section | given if isinstance(section, dict) else section:
             values[part] = section
     needed = ("target", "out") if values.get("prompts") == "self" else ("target", "data", "out")
     if missing := [f"--{name}" for name in needed if name not in values]:
@@ -95,15 +86,14 @@ def read_options(args: argparse.Namespace) -> TrainOptions:
 
 
 def with_responses(options: TrainOptions) -> tuple[TrainOptions, Any]:
-    """Let vLLM write the missing responses.
+    """Let vLLM write the missing responses; return the options with their files as data, and the target.
 
-    Returns:
-        The options with their files as data, and the target that has their states, None where vLLM does not compute it.
+    The target has the states of the responses; it is None where vLLM does not compute them.
     """
     from vllm_mtpc.hf import choose_device
     from vllm_mtpc.hf.model import target_config
     from vllm_mtpc.regenerate.command import regenerate
-    from vllm_mtpc.regenerate.options import RegenerateOptions
+    from vllm_mtpc.regenerate.prompts import RegenerateOptions
     from vllm_mtpc.train.run import read_target
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -123,12 +113,9 @@ def with_responses(options: TrainOptions) -> tuple[TrainOptions, Any]:
     target: Any = None
     if not options.needs_modules and options.states_of(target_config(options.target)) == "vllm":
         target = read_target(options, choose_device(options.device))
-    files = [
-        regenerate(
-            RegenerateOptions(**shared, **how, out=options.out / "data" / f"{name}.jsonl", limit=count),
-            target and target.respond,
-        )
-        for name, (count, how) in ways.items()
-        if count
-    ]
-    return options.model_copy(update={"data": [str(file) for file in files]}), target
+    files = []
+    for name, (count, how) in ways.items():
+        if count:
+            wanted = RegenerateOptions(**shared, **how, out=options.out / "data" / f"{name}.jsonl", limit=count)
+            files.append(str(regenerate(wanted, target and target.respond)))
+    return options.model_copy(update={"data": files}), target

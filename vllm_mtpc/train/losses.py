@@ -89,13 +89,8 @@ def chunk_size(options: TrainOptions, head: Head) -> int:
 def step_loss(head: Head, read: Reader, tokens: Tensor, counts: Tensor, log_p: Reader, options: TrainOptions) -> Tensor:
     """Return L of the windows of a step, computed in chunks; several chunks are recomputed in the backward pass.
 
-    Args:
-        head: The head.
-        read: Returns what the trunk reads for a slice of the windows.
-        tokens: [B, n] int64, -1 where there is no token.
-        counts: [n], windows of the whole step with a token at k.
-        log_p: Returns the target's log p_k, [., n - s, columns], for a slice; called only if the options need it.
-        options: Loss, precision and size of the chunks.
+    `read` returns what the trunk reads for a slice of the windows, and `log_p` the target's log p_k, [., n - s,
+    columns], if the options need it. tokens [B, n] and counts [n]: as of `window_loss`.
     """
     kept, skip = drafted_part(head, tokens), head.leaves.skip
     columns = kept[:, skip:] if head.vocabulary is None else head.vocabulary.find(kept[:, skip:])
@@ -118,11 +113,6 @@ def in_chunks(loss: Callable[[slice], Tensor], windows: int, size: int) -> Tenso
     return sum(checkpoint(loss, piece, use_reentrant=False) for piece in pieces)
 
 
-def zero_loss(model: nn.Module) -> Tensor:
-    """Return a loss whose gradient is zero, of a process without windows: the others wait for its gradient."""
-    return sum(value.sum() for value in model.parameters()) * 0.0
-
-
 class CircuitModule(nn.Module):
     """The trained module: the head and its draft layers. The target is no submodule: it is not trained or sharded."""
 
@@ -135,8 +125,8 @@ class CircuitModule(nn.Module):
 
     def forward(self, batch: Windows, watch: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return the loss in nats and, if watched, the sums of `watched_tokens`."""
-        if not len(batch.row):
-            return zero_loss(self), torch.zeros(2, device=self.target.device)
+        if not len(batch.row):  # no windows in this process; the others wait for its gradient
+            return sum(value.sum() for value in self.parameters()) * 0.0, torch.zeros(2, device=self.target.device)
         read, tokens, counts, log_p = self.read(batch)
         loss = step_loss(self.head, read, tokens, counts, log_p, self.options)
         if not watch:
@@ -195,11 +185,7 @@ class CircuitModule(nn.Module):
 def watched_tokens(head: Head, read: Tensor, tokens: Tensor, log_p: Tensor) -> Tensor:
     """Return sums [2] over windows: expected tokens at T=1 of a step that starts there, and windows.
 
-    Args:
-        head: The head.
-        read: What its trunk reads for B windows.
-        tokens: [B, n] int64, the text of the target.
-        log_p: [B, n - s, columns], log p_k of the target.
+    `read`: what the trunk reads for windows of text, tokens [B, n]; log_p [B, n - s, columns]: the target's log p_k.
     """
     skip, kept = head.leaves.skip, drafted_part(head, tokens)
     columns = kept[:, skip:] if head.vocabulary is None else head.vocabulary.find(kept[:, skip:])

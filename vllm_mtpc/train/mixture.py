@@ -31,7 +31,6 @@ class Mixture(torch.autograd.Function):
     def forward(
         ctx: Any, leaf: Tensor, root: Tensor, inner: Tensor, factors: Tensor | None, columns: Tensor, weigh: Weigh
     ) -> Tensor:
-        """Return q."""
         probs = leaf.softmax(-1)
         index = columns.clamp(min=0)[:, :, None, None].expand(-1, -1, leaf.shape[2], 1)
         evidence = probs.gather(3, index)[..., 0].clamp(min=TINY).log()
@@ -50,7 +49,6 @@ class Mixture(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients."""
         probs, q, *more = ctx.saved_tensors
         factors = more[0] if more else None
         own = grad if factors is None else grad * factors
@@ -81,7 +79,6 @@ class Divergences(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
-        """Return overlap and divergence."""
         p = log_p.exp()
         ctx.save_for_backward(q, p)
         divergence = torch.linalg.vecdot(p, log_p - q.clamp(min=TINY).log_())
@@ -89,19 +86,15 @@ class Divergences(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, of_overlap: Tensor, of_divergence: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient of q."""
         q, p = ctx.saved_tensors
         grad = (p / q.clamp(min=TINY)).mul_(-of_divergence.unsqueeze(-1))
         return grad.add_((q < p) * of_overlap.unsqueeze(-1)), None
 
 
 def mixture(head: Head, read: Tensor, tokens: Tensor) -> Tensor:
-    """Return q(x_k = . | x_1 .. x_(k-1), h) [B, n - skip, columns] along tokens.
+    """Return q(x_k = . | x_1 .. x_(k-1), h) [B, n - skip, columns] along tokens [B, n], -1 where there is none.
 
-    Args:
-        head: The head.
-        read: What its trunk reads for B windows.
-        tokens: [B, n] int64, -1 where there is no token.
+    `read`: what the head's trunk reads for the windows.
     """
     circuit, leaves, skip = head.circuit, head.leaves, head.leaves.skip
     state, states = head.trunk(read, tokens[:, 0].clamp(min=0))

@@ -9,9 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 from vllm_mtpc.circuits import CIRCUITS
 from vllm_mtpc.data.sources import is_path
-from vllm_mtpc.engine.options import JsonDict
 from vllm_mtpc.errors import UsageError, validate
 from vllm_mtpc.families import FAMILIES
+from vllm_mtpc.flags import JsonDict
 from vllm_mtpc.heads.leaves import LEAVES
 from vllm_mtpc.heads.sections import Table
 from vllm_mtpc.heads.trunk import TRUNKS
@@ -167,7 +167,6 @@ class TrainOptions(BaseModel):
 
     @property
     def trainer(self) -> Any:
-        """The `Trainer` of the head's family."""
         return _trainer(self.head)
 
     @property
@@ -187,7 +186,6 @@ class TrainOptions(BaseModel):
 
     @property
     def of_others(self) -> set[str]:
-        """Names of the options of other families."""
         return {name for trainer in self._other_trainers() for name in trainer.family_options}
 
     def _other_trainers(self) -> list[Any]:

@@ -12,10 +12,9 @@ from pathlib import Path
 from signal import Signals
 
 import torch
-from torch import Tensor
 
 from vllm_mtpc.checkpoint.locate import check_out
-from vllm_mtpc.data.rows import PackingReport, Rows, pack, split_validation
+from vllm_mtpc.data.rows import PackingReport, Rows, coverage, pack, split_validation
 from vllm_mtpc.data.sources import Documents, check_first_records, load_documents, size_of
 from vllm_mtpc.engine.served_target import load_served_target
 from vllm_mtpc.errors import UsageError
@@ -29,7 +28,6 @@ from vllm_mtpc.train.cache import data_fingerprint
 from vllm_mtpc.train.memory import keep_freed_memory
 from vllm_mtpc.train.options import TrainOptions
 from vllm_mtpc.train.trainer import METRICS_FILE, Trainer, held_out_prompts, peak_memory_bytes, read_metrics
-from vllm_mtpc.train.vocabulary import coverage
 
 SEQ_LEN = 1024  # default tokens of a row
 RATE_BY_WIDTH, BACKBONE_RATE = 1.2, 0.6  # the default learning rate is this by the hidden size: docs/training.md
@@ -39,15 +37,9 @@ MIN_BYTES = 16 << 20  # read in any case, so that the held-out text is varied
 
 
 def train(options: TrainOptions, target: Target | None = None) -> Path:
-    """Train a head and return its folder; every process of the run calls it.
+    """Train a head and return its folder; every process of the run calls it with the options of `with_defaults`.
 
-    Args:
-        options: Options, `with_defaults`.
-        target: The target, if it is loaded.
-
-    Raises:
-        MtpcError: The input is wrong; the message is one line.
-        SystemExit: A signal ended the steps. The state saved before is valid.
+    Raises SystemExit after a signal ended the steps; the state is saved then.
     """
     from accelerate import Accelerator
 
@@ -64,7 +56,8 @@ def train(options: TrainOptions, target: Target | None = None) -> Path:
     rows, report, held_out = read_data(options, target, log)
     trainer: Trainer = options.trainer(options, target, accelerator, rows)
     if trainer.ids is not None:
-        shares = coverage(trainer.ids, rows.tokens[rows.trained]), coverage(trainer.ids, trained_tokens(held_out))
+        held = torch.cat([torch.from_numpy(tokens[trained]) for tokens, trained in held_out])
+        shares = coverage(trainer.ids, rows.tokens[rows.trained]), coverage(trainer.ids, held)
         log("draft vocabulary: {:,} of {:,} ids, {:.2%} of the text, {:.2%} of held-out text".format(
             len(trainer.ids), target.vocab_size, *shares))  # fmt: skip
     if trainer.partial_start:
@@ -86,7 +79,6 @@ def train(options: TrainOptions, target: Target | None = None) -> Path:
         accelerator.wait_for_everyone()  # torchrun ends the other processes when one ends
         accelerator.end_training()
         raise SystemExit(128 + trainer.stopping.signal)
-    weights = trainer.weights()
     accelerator.end_training()  # the other processes do not wait for the evaluation
     if accelerator.is_main_process:
         peak = peak_memory_bytes(accelerator.device)
@@ -103,7 +95,7 @@ def train(options: TrainOptions, target: Target | None = None) -> Path:
             "processes": accelerator.num_processes,
             "states": f"{target.states} {version(target.states)}",
         }
-        trainer.finish(weights, prompts, run)
+        trainer.finish(prompts, run)
     return options.out
 
 
@@ -125,12 +117,9 @@ def read_target(options: TrainOptions, device: torch.device) -> Target:
 def read_data(
     options: TrainOptions, target: Target, log: Callable[..., None] = print
 ) -> tuple[Rows, PackingReport, Documents]:
-    """Return the packed training rows, their report, and the held-out documents.
+    """Return the packed training rows, their report, and the held-out documents. Raises UsageError.
 
     Of more data than `max_steps` needs a part is read; a cache of states holds all data.
-
-    Raises:
-        UsageError: The data cannot be read or holds nothing to train on.
     """
     most, size = None, size_of(options.data)
     if options.max_steps is not None and not options.cache:
@@ -154,24 +143,19 @@ def read_data(
     return rows, report, held_out
 
 
-def trained_tokens(documents: Documents) -> Tensor:
-    """Return the trained tokens of documents, [.] int64."""
-    return torch.cat([torch.from_numpy(tokens[trained]).long() for tokens, trained in documents])
-
-
 def with_defaults(options: TrainOptions) -> TrainOptions:
     """Return the options with the defaults that depend on the target's config.
 
-    Raises:
-        MtpcError: Options, paths or data are wrong. No weights are loaded before.
+    Raises MtpcError for wrong options, paths and data, before weights are loaded.
     """
     check_out(options.out)
     names = [*options.data, *options.validation_data]
     size_of(names)
     choose_device(options.device)
-    config = target_config(options.target)
-    options.trainer.check_target(options, config)
+    config, trainer = target_config(options.target), options.trainer
     text = config.get_text_config()
+    sizes = {"vocab_size": text.vocab_size, "hidden_size": text.hidden_size}
+    trainer.check_start(options, trainer.head_config(options, config, options.target, sizes))
     window = options.window or default_window(text.vocab_size)
     if options.evaluation_sequences != 0:
         check_length(options.target, text, [[0]], options.evaluation_tokens + window, "--evaluation-tokens")

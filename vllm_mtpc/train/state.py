@@ -15,7 +15,7 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,6 @@ from vllm_mtpc.data.sources import is_path
 from vllm_mtpc.errors import CheckpointError, first_line
 from vllm_mtpc.files import read_json
 from vllm_mtpc.train.options import TrainOptions
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 RUN_FILE = "run.json"  # step and options of a state
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -60,11 +57,10 @@ def latest_state(folder: Path) -> Path | None:
     return max(states, key=lambda path: int(path.name.partition("-")[2]), default=None)
 
 
-def save_state(folder: Path, accelerator: Accelerator, step: int, options: TrainOptions) -> None:
+def save_state(folder: Path, accelerator: Any, step: int, options: TrainOptions) -> None:
     """Save model and optimiser after `step` steps, in every process of the run.
 
-    Raises:
-        CheckpointError: The disk is full, or the folder cannot be written; an earlier state is intact.
+    Raises CheckpointError if the folder cannot be written (a full disk); an earlier state is intact then.
     """
     partial, before = folder / "partial", latest_state(folder)
     if accelerator.is_main_process:
@@ -89,16 +85,17 @@ def save_state(folder: Path, accelerator: Accelerator, step: int, options: Train
         ) from error
 
 
-def load_state(folder: Path, accelerator: Accelerator, options: TrainOptions) -> int:
+def load_state(folder: Path, accelerator: Any, options: TrainOptions) -> int:
     """Load the last state into the prepared model and optimiser and return its step.
 
-    Raises:
-        CheckpointError: There is no state, it is damaged, or it is of a run with other options.
+    Raises CheckpointError if there is no state, it is damaged, or it is of a run with other options.
     """
-    values, path, shared = read_state(folder), latest_state(folder), identity(options)
-    changed = (key for key in shared if shared[key] != values["options"].get(key))
-    if key := min(changed, default=None):
-        theirs, ours = values["options"].get(key), shared[key]
+    if (path := latest_state(folder)) is None:
+        raise CheckpointError(f"{folder} holds no trainer state; run without --resume to start one")
+    values, shared = read_json(path / RUN_FILE), identity(options)
+    stored = {name: field.default for name, field in TrainOptions.model_fields.items()} | values["options"]
+    if key := min((key for key in shared if shared[key] != stored.get(key)), default=None):
+        theirs, ours = stored.get(key), shared[key]
         raise CheckpointError(
             f"{path} is of a run with {key}={theirs!r}, not {ours!r}; resume with the options it was started with, or "
             "name another out folder"
@@ -112,16 +109,7 @@ def load_state(folder: Path, accelerator: Accelerator, options: TrainOptions) ->
     return values["step"]
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    """Return step and options of the last state; raises CheckpointError."""
-    if (path := latest_state(folder)) is None:
-        raise CheckpointError(f"{folder} holds no trainer state; run without --resume to start one")
-    values = read_json(path / RUN_FILE)
-    defaults = {name: field.default for name, field in TrainOptions.model_fields.items()}
-    return {"step": values["step"], "options": defaults | values["options"]}
-
-
-def use_plain_names(accelerator: Accelerator) -> None:
+def use_plain_names(accelerator: Any) -> None:
     """Save and load states with the names of the plain model: a state of several processes then continues in one."""
 
     def remove_prefix(models: list[Any], weights: list[dict[str, Any]], folder: str) -> None:
@@ -138,12 +126,8 @@ class Stopping:
     """Context of the training loop that decides when to save and when to end, alike in all processes.
 
     SIGTERM and SIGINT let the current step end; a second one ends the process at once. Workers of Ray Train run the
-    loop in a thread, which gets no signals: there only the minutes end a run.
-
-    Args:
-        minutes: Minutes between saved states.
-        processes: Number of processes of the run.
-        limit: Minutes that training may take.
+    loop in a thread, which gets no signals: there only the minutes end a run. States are saved every `minutes`;
+    training takes at most `limit` minutes.
     """
 
     def __init__(self, minutes: float, processes: int, limit: float | None = None) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,14 +30,11 @@ from vllm_mtpc.eval.text import Samples, Sampling, generate, prompts
 from vllm_mtpc.families import FAMILIES
 from vllm_mtpc.hf import Target, check_length
 from vllm_mtpc.plots.draw import plot_acceptance, plot_loss
-from vllm_mtpc.progress import Bar
+from vllm_mtpc.report import Bar
 from vllm_mtpc.train import state
 from vllm_mtpc.train.cache import HiddenSource
 from vllm_mtpc.train.options import STATE_FOLDER, TrainOptions
 from vllm_mtpc.train.windows import Windows, WindowSource
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 METRICS_FILE = "metrics.jsonl"
 UNLIMITED = sys.maxsize  # steps of a run that ends after its minutes
@@ -52,11 +49,7 @@ SEEDS = {"t1": 101, "t0": 102}
 def learning_rate(options: TrainOptions, step: int, steps: int, share: float = 0.0) -> float:
     """Return the rate of a step: linear warm-up over at most a quarter of the run, and a cosine to a tenth of the peak.
 
-    Args:
-        options: Its `learning_rate` is the peak.
-        step: Steps before this one.
-        steps: Steps of the run.
-        share: Share of the run's minutes that is over, 0 without a limit.
+    `step`: steps before this one, of `steps`. `share`: of the run's minutes that is over, 0 without a limit.
     """
     assert options.learning_rate is not None  # `with_defaults`
     rise = min(1.0, max((step + 1) / min(WARMUP_STEPS, max(1, steps // 4)), 4 * share))
@@ -75,11 +68,8 @@ def peak_memory_bytes(device: torch.device) -> int:
 class Trainer(ABC):
     """Trains and writes one head: `setup`, `train` and `finish`, in this order.
 
-    Args:
-        options: Options of the run, `with_defaults`.
-        target: The frozen target.
-        accelerator: Devices and processes; None where there is no `setup`.
-        rows: Packed text that the draft vocabulary is chosen by; None: all ids are drafted.
+    `options` are those of `with_defaults`. The draft vocabulary is chosen by `rows`; None: all ids are drafted. Without
+    an `Accelerator` of accelerate there is no `setup`.
     """
 
     family_options: ClassVar[tuple[str, ...]]  # options that other families do not have
@@ -98,34 +88,20 @@ class Trainer(ABC):
     model: Any  # module (windows, watch) -> (loss, watched sums)
 
     def __init__(
-        self,
-        options: TrainOptions,
-        target: Target,
-        accelerator: Accelerator | None = None,
-        rows: Rows | None = None,
+        self, options: TrainOptions, target: Target, accelerator: Any = None, rows: Rows | None = None
     ) -> None:
-        self.options, self.target, self.rows = options, target, rows
-        self.accelerator: Any = accelerator
+        self.options, self.target, self.accelerator, self.rows = options, target, accelerator, rows
         self.verifier = options.verifier or verifier_name(options.target, options.out)  # the target's name in the head
-        torch.manual_seed(options.seed)
         sizes = {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size}
         self.config = self.head_config(options, target.model.config, self.verifier, sizes)
-        self.folder = options.out / STATE_FOLDER
-        self.step = 0
-        self.tokens_per_second = 0.0
+        self.folder, self.step, self.tokens_per_second = options.out / STATE_FOLDER, 0, 0.0
+        torch.manual_seed(options.seed)
         self.setup_model()
 
     @classmethod
     @abstractmethod
     def check(cls, options: TrainOptions) -> None:
         """Raise ValueError for options that exclude each other."""
-
-    @classmethod
-    def check_target(cls, options: TrainOptions, target: Any) -> None:
-        """Raise an MtpcError for options that do not fit a target of this transformers config."""
-        text = target.get_text_config()
-        sizes = {"vocab_size": text.vocab_size, "hidden_size": text.hidden_size}
-        cls.check_start(options, cls.head_config(options, target, options.target, sizes))
 
     @staticmethod
     @abstractmethod
@@ -135,7 +111,7 @@ class Trainer(ABC):
     @staticmethod
     @abstractmethod
     def check_start(options: TrainOptions, config: Any) -> None:
-        """Raise an MtpcError if a head of this config cannot start from the named head or be compared with it."""
+        """Raise an MtpcError if a head of this config cannot start from the named head."""
 
     @abstractmethod
     def setup_model(self) -> None:
@@ -145,9 +121,9 @@ class Trainer(ABC):
     def source(self, rows: Rows) -> HiddenSource:
         """Return the target's states of rows, which windows are read from."""
 
+    @abstractmethod
     def state_size(self) -> int:
         """Return the numbers of the target's dtype that are held per token of a block."""
-        return self.target.hidden_size
 
     def block_rows(self, source: HiddenSource, world: int) -> int:
         """Return the default number of rows whose windows are shuffled together: 1 GiB of states."""
@@ -222,23 +198,13 @@ class Trainer(ABC):
 
     def save_state(self) -> None:
         """Save the trainer's state; raises CheckpointError for weights that are not finite and for a full disk."""
-        self._check_weights()
-        state.save_state(self.folder, self.accelerator, self.step, self.options)
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return the head's weights on the host, frozen ones included."""
-        weights = self.accelerator.unwrap_model(self.model).state_dict()
-        return {name.removeprefix("head."): value.cpu() for name, value in weights.items() if name.startswith("head.")}
-
-    def _check_weights(self) -> None:
-        """Raise CheckpointError in every process unless weights and moments are finite."""
         values: list[Tensor] = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         values += [value for moments in self.optimizer.state.values() for value in moments.values()]
-        invalid = torch.zeros((), dtype=torch.int64, device=self.accelerator.device)
-        for value in values:
-            invalid += (~value.detach().isfinite().all()).to(invalid.device)
-        if self.accelerator.reduce(invalid, "sum").item():
+        device = self.accelerator.device
+        invalid = sum((~value.detach().isfinite().all()).to(device, torch.int64) for value in values)
+        if self.accelerator.reduce(invalid, "sum").item():  # in every process
             raise self._diverged("weights or their moments are NaN or infinite")
+        state.save_state(self.folder, self.accelerator, self.step, self.options)
 
     def _diverged(self, what: str) -> state.CheckpointError:
         before = state.latest_state(self.folder)
@@ -276,10 +242,6 @@ class Trainer(ABC):
     def save(self, results: Mapping[str, Any], run: Mapping[str, Any]) -> None:
         """Write the head's folder with the results known so far, their provenance and the card made from it."""
 
-    @abstractmethod
-    def load_trained(self, weights: Mapping[str, Tensor]) -> None:
-        """Take the weights that `weights` returned."""
-
     def samplings(self) -> dict[str, Sampling]:
         """Return the sampling of the texts that the head is measured on, by name of the result."""
         evaluator = FAMILIES[self.config.speculators_model_type].evaluator
@@ -298,25 +260,22 @@ class Trainer(ABC):
         """Return lines to print about the results."""
         return []
 
-    def finish(self, weights: Mapping[str, Tensor], texts: list[Tensor], run: Mapping[str, Any]) -> None:
+    def finish(self, texts: list[Tensor], run: Mapping[str, Any]) -> None:
         """Write the head, validate the written head, and write it again with its results and plots."""
         options, out = self.options, self.options.out
-        self.load_trained(weights)
         self.save({}, run)  # a failure below does not lose the head
         print(f"head written: {out} ({run['minutes']} minutes, {run['tokens_per_second']:,.0f} tokens/s)")
         results = self.validate(texts, 60 * run["minutes"] / 4) if texts else {}
         plot_loss(read_metrics(out / METRICS_FILE), out, self.loss_unit)
         plot_acceptance({getattr(options, self.kind_option): results}, out)
         self.save(results, run)
-        for name, values in results.items():
-            print(
-                f"expected tokens/step at T={self.samplings()[name].temperature:g}: {values['tokens_per_step']:.3f} "
-                f"(s.e. {values['standard_error']:.3f}, {values['sequences']} held-out continuations)"
-            )
-        for line in self.comments(results):
-            print(line)
-        print(f"compare it with what vLLM serves: vllm-mtpc doctor {out}")
-        print(f"serve it: vllm serve {out}")
+        lines = [
+            f"expected tokens/step at T={self.samplings()[name].temperature:g}: {values['tokens_per_step']:.3f} "
+            f"(s.e. {values['standard_error']:.3f}, {values['sequences']} held-out continuations)"
+            for name, values in results.items()
+        ]
+        last = f"compare it with what vLLM serves: vllm-mtpc doctor {out}", f"serve it: vllm serve {out}"
+        print(*lines, *self.comments(results), *last, sep="\n")
 
     def validate(self, texts: list[Tensor], seconds: float) -> dict[str, Any]:
         """Measure the head on the texts; without `evaluation_sequences` on a number that takes these seconds."""
@@ -331,21 +290,17 @@ class Trainer(ABC):
 
     def continuations(self, texts: list[Tensor]) -> dict[str, Samples]:
         """Return continuations of prompts by the target, by name of the result."""
-        options, samples, ways = self.options, {}, self.samplings()
+        samples, ways, count = {}, self.samplings(), self.options.evaluation_tokens
         with Bar(total=len(texts) * len(ways), desc="held-out continuations", unit="text") as bar:
+            more = {"overhang": self.config.window, "progress": bar.update}
             for name, sampling in ways.items():
                 generator = torch.Generator(self.target.device).manual_seed(SEEDS[name])
-                more = {"overhang": self.config.window, "progress": bar.update}
-                samples[name] = generate(self.target, texts, options.evaluation_tokens, sampling, generator, **more)
+                samples[name] = generate(self.target, texts, count, sampling, generator, **more)
         return samples
 
 
 def held_out_prompts(options: TrainOptions, target: Target, documents: Documents) -> list[Tensor]:
-    """Return prompts, [length] each, of held-out documents; none for `evaluation_sequences` 0.
-
-    Raises:
-        UsageError: The documents have no prompts, or the target cannot read prompt and continuation.
-    """
+    """Return prompts, [length] each, of held-out documents; none for `evaluation_sequences` 0. Raises UsageError."""
     count = SEQUENCES if options.evaluation_sequences is None else options.evaluation_sequences
     if not count:
         return []

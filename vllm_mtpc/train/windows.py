@@ -90,7 +90,6 @@ class WindowSource:
         return max(1, int(self.per_row[block].sum()) // self.windows_per_step)
 
     def steps_per_epoch(self) -> int:
-        """Return the steps of the first epoch."""
         return sum(self.steps_of(block) for block in self.blocks(0))
 
     def batches(self, first_step: int = 0) -> Iterator[Windows]:
@@ -133,7 +132,6 @@ class WindowSource:
         return self._held[1]
 
     def close(self) -> None:
-        """Wait for the thread."""
         self._pool.shutdown(cancel_futures=True)
 
     def _generator(self, epoch: int, block: int) -> torch.Generator:

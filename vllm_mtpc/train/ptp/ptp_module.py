@@ -27,7 +27,7 @@ from vllm_mtpc.heads.ptp.distribution import STEPS, edges, log_likelihood, proce
 from vllm_mtpc.heads.ptp.student import Prefix, Student
 from vllm_mtpc.hf import Target
 from vllm_mtpc.kernels.pick import pick
-from vllm_mtpc.train.losses import CHUNK_BYTES, WATCHED, in_chunks, zero_loss
+from vllm_mtpc.train.losses import CHUNK_BYTES, WATCHED, in_chunks
 from vllm_mtpc.train.options import TrainOptions
 from vllm_mtpc.train.windows import Windows, window_states
 
@@ -44,11 +44,7 @@ OF_VARIANT = {  # the first is the default
 
 
 def loss_name(options: TrainOptions) -> str:
-    """Return the loss of a run; the default depends on the variant.
-
-    Raises:
-        ValueError: The variant does not have this loss.
-    """
+    """Return the loss of a run; the default depends on the variant. Raises ValueError for one that it does not have."""
     allowed = OF_VARIANT[options.variant]
     if options.ptp_loss not in (None, *allowed):
         raise ValueError(
@@ -61,16 +57,12 @@ def loss_name(options: TrainOptions) -> str:
 def row_losses(
     name: str, logits: Tensor, tokens: Tensor, log_q: Tensor | None, u: Tensor | None = None, trust: float | None = None
 ) -> Tensor:
-    """Return the loss of each row in nats, between its distribution P and the target's token or distribution Q.
+    """Return the loss [...] of each row in nats, between its distribution P (logits [..., V]) and the target's.
 
-    Args:
-        name: One of `OF_VARIANT`. "bce": binary cross entropy of sigmoid(logit) against 1{token is x}, summed over
-            tokens. "inverse": cross entropy of text with u inside the student's own intervals.
-        logits: [..., V] of P.
-        tokens: [...]; those below 0 are read as 0.
-        log_q: [..., V], needed for "kl", KL(Q || P), and "reverse-kl", KL(P || Q) with Q >= 1e-6.
-        u: [...], inside the tokens' intervals (`vllm_mtpc.heads.ptp.distribution`).
-        trust: The cross entropy "ce" is that of the distribution given u.
+    "ce": cross entropy of tokens [...], those below 0 read as 0; with `trust` of the distribution given u [...], inside
+    the tokens' intervals. "bce": binary cross entropy of sigmoid(logit) against 1{token is x}, summed over tokens.
+    "inverse": cross entropy of text with u inside the student's own intervals. "kl": KL(Q || P), and "reverse-kl":
+    KL(P || Q) with Q >= 1e-6, of log Q [..., V].
     """
     tokens = tokens.clamp(min=0)
     if name == "ce" and trust is not None:
@@ -87,8 +79,6 @@ def row_losses(
 
 
 class Block(NamedTuple):
-    """States of packed rows."""
-
     prefix: Prefix  # states, keys and values of the target
     left: Tensor  # [R, S - 1] float64, start of the interval of token t + 1 under the target's distribution at t
     right: Tensor  # [R, S - 1] float64, its end
@@ -104,7 +94,6 @@ class PrefixSource:
 
     @torch.no_grad()
     def hidden(self, row_indices: Tensor) -> Block:
-        """Return the block of rows[row_indices]."""
         tokens, documents = self.rows.tokens[row_indices], self.rows.document[row_indices]
         parts = zip(*(part.split(Target.rows_at_once) for part in (tokens, documents)), strict=True)
         hidden, layers, documents = zip(*(self.student.prefix(*part) for part in parts), strict=True)
@@ -134,8 +123,6 @@ def draw_numbers(window: int, beta: float, seed: int, count: int) -> Tensor:
 
 
 class Text(NamedTuple):
-    """Text of B windows."""
-
     tokens: Tensor  # [B, n] int64, x_1 .. x_n
     u: Tensor  # [B, n] float32, inside the intervals of the tokens
     usable: Tensor  # [B, n] bool, the token and all before it are trained and have mass
@@ -153,8 +140,8 @@ class PtpModule(nn.Module):
         """Return the loss in nats and, if watched, sums [2]: tokens of steps that start at these windows, windows."""
         student, first = self.head, 1 - self.head.first_row  # tokens of a window before the first row's
         device = student.target.device
-        if not len(batch.row):
-            return zero_loss(student), torch.zeros(2, device=device)
+        if not len(batch.row):  # no windows in this process; the others wait for its gradient
+            return sum(value.sum() for value in self.parameters()) * 0.0, torch.zeros(2, device=device)
         batch, counts = batch.each(lambda value: value.to(device)), batch.counts.to(device)
         weights = self.options.gamma ** torch.arange(first, len(counts), device=device)
         weights = weights / weights.sum() / counts[first:].clamp(min=1)

@@ -8,7 +8,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from vllm_mtpc.checkpoint import read_config, resolve_head
 from vllm_mtpc.checkpoint.ptp_head import load_ptp, save_ptp
@@ -29,8 +28,6 @@ OF_HEAD = ("variant", "u_features", "late_width", "distribution_trust")
 
 
 class PtpTrainer(Trainer):
-    """Trains a PTP head of any variant."""
-
     family_options = (*OF_HEAD, "lora_rank", "lora_alpha", "ptp_loss", "proposals", "u_beta", *SAMPLING)
     noun, kind_option, chosen_by = "PTP heads", "variant", "head ptp"
     student_class = Student
@@ -98,9 +95,6 @@ class PtpTrainer(Trainer):
         config = self.config.model_copy(update={"accepted": results["t1"]["histogram"]} if results else {})
         head = PtpHead(config, self.student.lora(), self.student.layers)
         save_ptp(self.options.out, head, record, head_card(record, "ptp"), getattr(torch, self.options.dtype))
-
-    def load_trained(self, weights: Mapping[str, Tensor]) -> None:
-        self.student.load_state_dict(weights)
 
     def comments(self, results: Mapping[str, Any]) -> list[str]:
         """Report the effect of shuffled u on the drafts; warn if it is small."""
