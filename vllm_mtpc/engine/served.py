@@ -86,7 +86,8 @@ def serve(
         for temperature in temperatures:
             before = client.acceptance()
             body = {**(sampling or {}), "max_tokens": max_tokens, "temperature": temperature}
-            numbered = zip(prompts, seeds or [None] * len(prompts), strict=True)
+            numbers: Sequence[int | None] = seeds or [None] * len(prompts)
+            numbered = zip(prompts, numbers, strict=True)
             bodies = [{**body, "prompt": [*prompt], "seed": seed} for prompt, seed in numbered]
             outputs = [answer for (answer,) in pool.map(client.complete, bodies)]
             found.append(Served(temperature, outputs, client.acceptance() - before, str(config.dtype)[6:]))

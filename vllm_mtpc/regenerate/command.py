@@ -16,7 +16,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from vllm_mtpc.checkpoint.save import package_versions
 from vllm_mtpc.engine.served import OWN_SAMPLING
 from vllm_mtpc.engine.server import run_server, serve_arguments
 from vllm_mtpc.errors import SETUP, EngineFailed, UsageError, validate
@@ -109,6 +108,8 @@ def resume(path: Path, settings: dict[str, Any]) -> set[str]:
     PATH.meta.json has the settings, JSON values that the answers depend on. Raises UsageError if the file was made with
     other ones, or has a line that is no answer.
     """
+    from vllm_mtpc.checkpoint.save import package_versions
+
     side = path.with_name(path.name + ".meta.json")
     if not path.exists() or not path.stat().st_size:
         path.parent.mkdir(parents=True, exist_ok=True)
