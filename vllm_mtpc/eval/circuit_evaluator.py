@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from vllm_mtpc.checkpoint.load import load_head, read_adapters
-from vllm_mtpc.circuits import DraftVocabulary
+from vllm_mtpc.circuits.base import DraftVocabulary
 from vllm_mtpc.circuits.conditionals import conditionals
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.errors import UsageError
