@@ -2,7 +2,7 @@
 
 A table is between ``<!-- NAME: made by benchmarks.numbers -->`` and ``<!-- end -->``; NAME is a key of ``BLOCKS``. A
 number in a sentence is between ``<!-- FILE PATH FORMAT -->`` and ``<!-- end -->``: FILE is a result, or a packaged head
-(``head/btree``: its provenance.json), PATH leads to the value (``rows[circuit=ff,steps=0].t1.tokens_per_step``), FORMAT
+(``head/btree``: its provenance.json), PATH leads to the value (``rows[head=plain,clients=1].step_ms``), FORMAT
 is Python's (``.2f``, ``.9s`` for a commit).
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from benchmarks import result_tables, serve_tables, train_cost
@@ -21,21 +20,6 @@ from vllm_mtpc.engine import provenance
 BLOCK = re.compile(r"(<!-- ([\w ]+): made by benchmarks\.numbers -->\n?).*?(<!-- end -->)", re.DOTALL)
 VALUE = re.compile(r"(<!-- ([\w/-]+) (\S+) ([.,\d]*[%fds]) -->).*?(<!-- end -->)", re.DOTALL)
 STEP = re.compile(r"(\w+)(?:\[([^]]+)\])?\.?")
-COMPONENTS = {  # rows of a sweep, as shown
-    "shared": "btree r=4, a row for each component",
-    "low-rank": "btree r=4, `component_rank` 16",
-    "low-rank-tokens": "btree r=4, `component_rank` 16, `token_rank` 32",
-    "ff": "ff",
-    "ff-tokens": "ff, `token_rank` 32",
-}
-LOSSES = {
-    "nll-paper": "likelihood with x_1 (the MtPC paper's)",
-    "nll": "likelihood",
-    "kl": "KL",
-    "length-0.9": "90 % expected length, 10 % KL",
-    "tv-0.9": "**90 % total variation, 10 % KL (default)**",
-    "tv-1.0": "total variation alone",
-}
 PAGES = [
     "README.md",
     "benchmarks/RESULTS.md",
@@ -61,33 +45,6 @@ def expected() -> str:
     return table("", lines, list(HEADS))
 
 
-def ptp() -> str:
-    """Return the table of the PTP heads of 0.3."""
-    lines, rows = [], {row["head"]: row for row in content("ptp-demo")["rows"]}
-    for name, row in rows.items():
-        t1, t0 = row["t1"], row["t0"]
-        ratio = f"{t1['tokens_per_step'] / t1['baseline_tokens_per_step']:.3f}" if name != "late" else ""
-        two = f"{t1['two_pass_tokens_per_step']:.3f} ± {t1['two_pass_standard_error']:.3f}"
-        tokens = t1.get("shuffled_tokens_per_step")
-        shuffled = f"{t1['shuffled_accuracy']:.1%}" + (f", {tokens:.3f}" if tokens else "")
-        lines.append([name, cell(t1, 3), ratio, two, cell(t0, 3), f"{t1['accuracy']:.1%}", shuffled])
-    baseline = [f"{rows['o-ptp'][t]['baseline_tokens_per_step']:.3f}" for t in ("t1", "t0")]
-    lines.insert(0, ["independent", baseline[0], "1", "", baseline[1], "", ""])
-    columns = ["tokens/step T=1, merged", "of independent", "T=1, two passes", "T=0, merged", "right drafts"]
-    return table("head", lines, [*columns, "with the u of other windows, tokens/step"])
-
-
-def passes() -> str:
-    """Return the table of the ways to serve a PTP head."""
-    names = {"late": "two passes", "late, merged": "merged, 256 rows", "late, merged-96": "merged, 96 rows"}
-    rows = {name.removesuffix(", V2 interpreted"): row for name, row in serve_tables.read("ptp-passes").items()}
-    lines = [
-        [f"T={t:g}, c={c}", *(serve_tables.show(row[t, c], has_steps=True) for row in rows.values())]
-        for t, c in serve_tables.CELLS
-    ]
-    return table("", lines, [names.get(name, name) for name in rows])
-
-
 def pass_costs() -> str:
     """Return the speed of both passes by arithmetic, next to plain decoding."""
     lines = []
@@ -104,33 +61,6 @@ def pass_costs() -> str:
         "speed, merged if captured",
     ]
     return table("target, requests", lines, columns)
-
-
-def overfit() -> str:
-    """Return the students of texts after one prompt."""
-    lines = [
-        [row["what"], f"{row['steps']:,}", f"{row['right']:.1%}", f"{row['first']:.1%}", f"{row['in_a_row']:.2f}"]
-        for row in content("ptp-overfit")["rows"]
-    ]
-    return table("what is changed", lines, ["steps", "right drafts", "first draft", "right in a row"])
-
-
-def identical(name: str) -> str:
-    """Return how many greedy outputs of a file equal plain vLLM's; each cell has its own check."""
-    checks = [row["identical"] for row in content(name)["rows"] if row["identical"]]
-    same, asked = map(sum, zip(*checks, strict=True))
-    return f"{same:,} of {asked:,}"
-
-
-def sweep(name: str, shown: dict[str, str]) -> str:
-    """Return the rows of a sweep that ``shown`` names."""
-    rows = {row["name"]: row for row in content(name)["rows"]}
-    lines = []
-    for key, text in shown.items():
-        row = rows[key]
-        size = [result_tables.millions(row["parameters"])] if "parameters" in row else []
-        lines.append([text, *size, *result_tables.cells(row)])
-    return table("", lines, ["parameters", "T=1", "T=0"][3 - len(lines[0][1:]) :])
 
 
 def launches() -> str:
@@ -181,29 +111,14 @@ def distributions() -> str:
     return table("setting", lines, ["drafts accepted", "kinds x draws", "TV", "floor", "of", "verdict"])
 
 
-def soaks() -> str:
-    """Return the answers of the soaks that equal plain vLLM's, and the largest growth of memory."""
-    found = [content(f"soak-{name}") for name in ("v1-swap", "v2-swap", "v2-ptp")]
-    answers, growth = sum(one["greedy_equal_to_plain"] for one in found), max(one["memory_growth"] for one in found)
-    return f"All {answers:,} greedy answers of three runs equal plain vLLM's; memory grew by at most {growth - 1:.1%}"
-
-
 BLOCKS: dict[str, Callable[[], str]] = {
     **serve_tables.BLOCKS,
     **result_tables.BLOCKS,
     "training cost": train_cost.table,
     "expected": expected,
-    "ptp": ptp,
-    "passes": passes,
     "pass costs": pass_costs,
-    "overfit": overfit,
-    "identical passes": partial(identical, "ptp-passes"),
-    **{f"identical {name}": partial(identical, f"identity-{name}") for name in ("v1", "ptp", "v2")},
-    "components": partial(sweep, "components-cpu", COMPONENTS),
-    "losses": partial(sweep, "losses", LOSSES),
     "launches": launches,
     "gpu drafts": gpu_drafts,
-    "soaks": soaks,
     "distributions": distributions,
 }
 

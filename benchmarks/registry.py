@@ -1,12 +1,16 @@
 """The registry of results; ``python -m benchmarks.registry`` writes its table to benchmarks/RESULTS.md.
 
+``--stale`` prints each result of older code that was not measured again, and why; the exit code is 1 if there is one.
+
 A result records git's hashes of the folders of code and of its script (``provenance.collect``); tests compare them with
 its commit. If parts of it have their own commits, each counts.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from collections.abc import Collection, Iterator
 from functools import cache
 from pathlib import Path
@@ -102,5 +106,22 @@ def page(text: str) -> str:
     return before + BEGIN + "\n" + table() + "\n" + END + rest.partition(END)[2]
 
 
-if __name__ == "__main__":
+def stale() -> list[str]:
+    """Return the name of each result of older code, with the reason why it was not measured again."""
+    return [f"{one.what}: {one.old}" for one in read() if one.old]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.registry", description=__doc__.splitlines()[0])
+    parser.add_argument("--stale", action="store_true", help="print the results of older code instead")
+    args = parser.parse_args(arguments)
+    if args.stale:
+        found = stale()
+        print(*found, sep="\n", end="\n" if found else "")
+        return 1 if found else 0
     RESULTS_PAGE.write_text(page(RESULTS_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6,13 +6,12 @@ interval of the median.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
 from collections.abc import Callable
 from functools import cache, partial
-from statistics import fmean, harmonic_mean, median, stdev
+from statistics import fmean, median, stdev
 from typing import Any
 
 from benchmarks.demo import demo_heads
@@ -22,11 +21,6 @@ CELLS = [(temperature, clients) for temperature in (1.0, 0.0) for clients in (1,
 COLUMNS = [f"T={temperature:g}, c={clients}" for temperature, clients in CELLS]
 TARGETS = ("qwen3", "neox", "bytes", "phi3")
 GOAL = 0.97  # of plain vLLM, and of the best fixed number of drafts
-UNSEEN = {  # heads, by how their rows begin
-    "btree": ("cpu", "btree (V1)"),
-    "backbone [btree]": ("v2", "backbone (V2, its kernels interpreted)"),
-}
-KINDS = ("functions", "prose", "json")  # of unseen prompts
 UNDRAFTED_GOAL = 0.98  # of the CPU seconds of plain vLLM, with K=0
 
 Rows = dict[str, dict[tuple[float, int], dict[str, Any]]]  # by decoding, then temperature and clients
@@ -92,24 +86,6 @@ def identical(ours: bool, name: str = "serve-demo-cpu") -> str:
     return f"{same:,} of {asked:,}"
 
 
-def unseen() -> str:
-    """Return tokens/step (speed-up) of one client by kind of prompt; tokens/step of all, which are as many of each."""
-    lines = []
-    for (name, (_, shown)), more in itertools.product(UNSEEN.items(), ("", ", every draft")):
-        line = [shown + more]
-        for temperature in (1.0, 0.0):
-            cells, mean = unseen_cells(name, more, temperature)
-            line += [*(f"{cell['tokens_per_step']:.2f} ({cell['speedup']:.2f}x)" for cell in cells), mean]
-        lines.append(line)
-    return table("tokens/step", lines, [f"{kind}, T={t}" for t in (1, 0) for kind in (*KINDS, "all")])
-
-
-def unseen_cells(name: str, more: str = "", temperature: float = 1.0) -> tuple[list[dict[str, Any]], str]:
-    """Return the rows of a head by kind of prompt, and tokens/step of all."""
-    cells = [read(f"unseen-{kind}-{UNSEEN[name][0]}")[name + more][temperature, 1] for kind in KINDS]
-    return cells, f"{harmonic_mean([cell['tokens_per_step'] for cell in cells]):.2f}"
-
-
 def others() -> str:
     """Return the table of the other targets and what it shows."""
     lines = []
@@ -141,15 +117,6 @@ def draft() -> str:
     lines = [[*key.split("|"), *(ms[cell] for cell in cells)] for key, ms in rows.items()]
     return f"{kept['how']['dtype']}, {kept['how']['threads']} CPU thread; median (quartiles):\n\n" + table(
         "head|weights read", lines, columns
-    )
-
-
-def simulation() -> str:
-    """Return the least relative speeds of the simulated plan."""
-    least = content("plan-simulation")["least"]
-    return (
-        f"{least['steady']:.3f} of the tokens/s of an oracle in steady load, {least['drifting']:.3f} in drifting load, "
-        f"and {least['of no drafts']:.3f} of those without drafts"
     )
 
 
@@ -202,9 +169,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "identical chat": partial(identical, ours=True, name="serve-smollm2-cpu"),
     "identical": partial(identical, ours=True),
     "identical ngram": partial(identical, ours=False),
-    "unseen": unseen,
-    **{f"unseen {name.partition(' ')[0]}": lambda name=name: unseen_cells(name)[1] for name in UNSEEN},
     "others": others,
     "draft": draft,
-    "simulation": simulation,
 }

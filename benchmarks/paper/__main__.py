@@ -1,38 +1,40 @@
-"""Tables and figures of the two papers: ``python -m benchmarks.paper [NAME] [--write]``."""
+"""Claims of the two papers: ``python -m benchmarks.paper [NAME] [--write]``."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from benchmarks.paper import frame, mtpc, ptp
+from benchmarks.paper import frame, mtpc, ptp, ptp_text
 from vllm_mtpc.cli import guard
-from vllm_mtpc.engine.provenance import ROOT
+from vllm_mtpc.engine import provenance
+from vllm_mtpc.report import check_file, write_json
 
-TABLES = {**mtpc.TABLES, **ptp.TABLES}
-MEASURED = [name for name, table in TABLES.items() if table.measure]
-DOCUMENTS = {ROOT / "benchmarks" / "PAPERS.md": frame.document, ROOT / "docs" / "papers.md": frame.summary}
+TABLES = {"mtpc": mtpc.TABLES, "ptp": ptp.TABLES}
+MEASURED = {"ptp-ingredients-bytes": ptp_text.BYTES, "ptp-ingredients-smollm2": ptp_text.SMOLLM2}
+DOCUMENTS = {
+    provenance.ROOT / "benchmarks" / "PAPERS.md": frame.document,
+    provenance.ROOT / "docs" / "papers.md": frame.summary,
+}
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure the named table, then write the documents with --write."""
+    """Measure the named heads, then write the documents with --write."""
     if args.name:
-        print(frame.run(args.name, TABLES[args.name]))
-    elif not args.write:
-        print("\n".join(f"{name:18} {table.title}" for name, table in TABLES.items()))
+        check_file(file := provenance.RESULTS / f"paper-{args.name}.json")
+        rows = list(ptp_text.measure(MEASURED[args.name]))
+        write_json(file, {"title": args.name, **provenance.collect(), "rows": rows})
+        print(file)
     if args.write:
-        for name, table in TABLES.items():
-            if table.view and table.draw:
-                table.draw([*table.view()], frame.figure(name))
-        for file, make in DOCUMENTS.items():
-            file.write_text(make(TABLES, file.read_text(encoding="utf-8")), encoding="utf-8")
+        for page, make in DOCUMENTS.items():
+            page.write_text(make(TABLES, page.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit code; bad input is one line."""
+    """Return the exit code; bad input is one line."""
     parser = argparse.ArgumentParser(prog="benchmarks/paper/run.sh", description=__doc__.splitlines()[0])
-    parser.add_argument("name", nargs="?", choices=MEASURED, help="a table to measure")
+    parser.add_argument("name", nargs="?", choices=MEASURED, help="PTP heads to train and measure")
     documents = "write the tables of benchmarks/PAPERS.md and docs/papers.md"
     parser.add_argument("--write", action="store_true", help=documents)
     args = parser.parse_args(arguments)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,11 +18,10 @@ from unittest import mock
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.paper import toy
-from benchmarks.paper.students import JOBS
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.eval import ptp_evaluator
 from vllm_mtpc.eval.text import Sampling, generate
@@ -30,16 +30,43 @@ from vllm_mtpc.heads.ptp.layers import PtpLayers
 from vllm_mtpc.heads.ptp.student import Student
 from vllm_mtpc.report import Bar, write_json
 from vllm_mtpc.train.ptp import ptp_module
+from vllm_mtpc.train.ptp.ptp_trainer import PtpTrainer
 
 FILE = provenance.RESULTS / "ptp-overfit.json"
 WINDOW, STEPS, TEXTS = 8, 1500, 64
+
+
+class OwnWeights(Student):
+    """A student whose rows have their own layers with all weights trained, from the target's.
+
+    They still read the keys and values that the plain target left of the text, and its norm and lm_head.
+    """
+
+    def adapt(self, view: nn.Module, rank: int, alpha: float, layers: Any = None) -> None:
+        self.own = nn.ModuleList(_learning(layer) for layer in view.layers)
+        view.layers = self.own
+
+
+class OwnTrainer(PtpTrainer):
+    student_class = OwnWeights
+
+
+def _learning(layer: nn.Module) -> nn.Module:
+    """Return a copy with its own weights and the attention function of Student."""
+    made = copy.deepcopy(layer).requires_grad_(True)
+    for old, new in zip(layer.modules(), made.modules(), strict=True):
+        if hasattr(old, "config"):
+            new.config = old.config
+    return made
+
+
 CASES: dict[str, dict[str, Any]] = {
     "o-ptp": {},
     "independent": {"variant": "independent"},
     "c-ptp": {"variant": "c-ptp"},
     "LoRA rank 4": {"lora_rank": 4, "lora_alpha": 4},
     "LoRA rank 128": {"lora_rank": 128, "lora_alpha": 128},
-    "all weights of the rows' layers": {"job": "own", "learning_rate": 1e-3},
+    "all weights of the rows' layers": {"trainer": OwnTrainer, "learning_rate": 1e-3},
     "a target of 4 layers": {"layers": 4},
     "u by 16 thresholds": {"u_features": 16},
     "u by 1,024 thresholds": {"u_features": 1024},
@@ -58,7 +85,7 @@ CASES: dict[str, dict[str, Any]] = {
 def texts_of(count: int, layers: int = 2, window: int = WINDOW) -> toy.Toy:
     """`count` texts of a target after one prompt, to train on and to measure."""
     language = toy.LANGUAGES["taxi"]
-    target = toy.make_teacher(language, "taxi", layers, 64)
+    target = toy.make_teacher(language, "taxi", layers)
     prompt = torch.from_numpy(language.write(1, language.prompt, 3)[0])
     more = {"overhang": window, "stops": set(), "batch": count}
     made = generate(target, [prompt] * count, window, Sampling(), torch.Generator().manual_seed(0), **more)
@@ -101,13 +128,13 @@ PATCHES: dict[str, Callable[[], list[Any]]] = {
 
 def run(changes: dict[str, Any]) -> dict[str, Any]:
     """Train and measure one student; return its row."""
-    changes, begun = {"steps": STEPS, "texts": TEXTS, "layers": 2, "job": "lora", "patch": None} | changes, time.time()
-    steps, count, layers, job, patch = (changes.pop(key) for key in ("steps", "texts", "layers", "job", "patch"))
+    changes, begun = {"steps": STEPS, "texts": TEXTS, "layers": 2, "patch": None} | changes, time.time()
+    steps, count, layers, patch = (changes.pop(key) for key in ("steps", "texts", "layers", "patch"))
     with contextlib.ExitStack() as stack:
         for one in PATCHES[patch]() if patch else ():
             stack.enter_context(one)
         texts = texts_of(count, layers)
-        right = right_drafts(texts, train(texts, steps, trainer=JOBS[job], **changes)).double()
+        right = right_drafts(texts, train(texts, steps, **changes)).double()
     row = {"steps": steps, "texts": count, "right": right.mean().item(), "first": right[:, 0].mean().item()}
     return row | {"in_a_row": right.cumprod(-1).sum(-1).mean().item(), "seconds": round(time.time() - begun)}
 

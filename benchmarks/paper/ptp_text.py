@@ -14,7 +14,6 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +139,3 @@ def per_text(windows: DraftedWindows) -> tuple[Tensor, Tensor]:
     """Return tokens [S] and steps [S] of each text."""
     starts, alive = windows.steps()
     return (starts * (1 + alive.sum(-1))).sum(1).double(), starts.double().sum(1)
-
-
-bytes_rows, smollm2_rows = partial(measure, BYTES), partial(measure, SMOLLM2)

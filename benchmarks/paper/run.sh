@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Measures Spec-Bench (ptp-table-3), writes the documents of the papers; without arguments it lists the tables.
+# Trains and measures PTP heads of one target, and writes the documents of the papers.
 #
-#   benchmarks/paper/run.sh [ptp-table-3] [--write]
+#   benchmarks/paper/run.sh [ptp-ingredients-bytes|ptp-ingredients-smollm2] [--write]
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 unset PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX # bytecode is kept next to the sources, see setup.sh

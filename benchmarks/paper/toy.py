@@ -1,9 +1,9 @@
-"""Toy languages, a teacher of each, and PTP students trained on its text in seconds: the tables that need many runs.
+"""Toy languages, a teacher of each, and PTP students trained on its text in seconds.
 
 taxi     arXiv 2512.21323's taxi pick-ups among 25 neighbourhoods, in small. Symbol 5 a + b is a ride from
          district a ended in b; the next ride starts in b, and where it ends depends on a and b: one district with
          probability 0.4, the other four with 0.15 each. A token two places ahead depends on a choice that u alone
-         tells. `long taxi`: longer texts, for windows of 100.
+         tells.
 coin     a start, a coin of eight sides that picks a phrase, the phrase's eight tokens, which all follow from it, and
          ends. u_1 is the coin: a student that reads it drafts the whole phrase at once. One that does not guesses
          the first step, right once in eight, and has the rest in the second: at most UNAWARE tokens/step, whatever
@@ -12,7 +12,6 @@ coin     a start, a coin of eight sides that picks a phrase, the phrase's eight 
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from accelerate import Accelerator
-from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -30,17 +28,18 @@ from vllm_mtpc.data.rows import pack
 from vllm_mtpc.data.sources import Documents
 from vllm_mtpc.eval.ptp_evaluator import PtpMetrics, collect, summarise
 from vllm_mtpc.eval.text import Samples, Sampling, generate
-from vllm_mtpc.heads.ptp.distribution import edges, u_inside
 from vllm_mtpc.heads.ptp.student import Student
 from vllm_mtpc.hf import Target
 from vllm_mtpc.train.options import parse
 from vllm_mtpc.train.ptp.ptp_trainer import PtpTrainer
 
+HIDDEN = 64  # of the teacher
 DISTRICTS, KEEP = 5, 0.4  # probability of the likeliest end of a ride
 SIDES, PHRASE = 8, 8
 START, END = SIDES * PHRASE, SIDES * PHRASE + 1
 UNAWARE = PHRASE / (1 / SIDES + 2 * (1 - 1 / SIDES))
-TEXTS = 400  # to train on
+TEXTS, HELD_OUT = 400, 160  # to train on, and to measure on
+TAUGHT = 24  # tokens of a text that the teacher learns from, at most
 
 
 def taxi(count: int, length: int, seed: int) -> np.ndarray:
@@ -72,13 +71,10 @@ class Language:
     steps: int  # of the teacher's training
     prompt: int  # tokens that are given
     length: int  # tokens of a text
-    taught: int = 24  # tokens of a text that the teacher learns from
-    held_out: int = 160  # texts to measure on
 
 
 LANGUAGES = {
     "taxi": Language(DISTRICTS**2, taxi, 250, 2, 48),
-    "long taxi": Language(DISTRICTS**2, taxi, 250, 2, 160, taught=128, held_out=40),
     "coin": Language(END + 1, coin, 500, 1, 1 + PHRASE),
 }
 
@@ -91,32 +87,19 @@ class Toy(NamedTuple):
     documents: Documents
     held_out: Samples
 
-    @property
-    def prompts(self) -> list[Tensor]:
-        """Return the prompts of the held-out texts."""
-        length = LANGUAGES[self.name].prompt
-        return list(self.held_out.tokens[:, :length])
 
-
-def make(name: str, window: int, layers: int = 2, hidden: int = 64, count: int = TEXTS) -> Toy:
-    """A Llama that has learnt the language, and `count` texts that it wrote, with `window` tokens after each."""
+def make(name: str, window: int) -> Toy:
+    """A Llama that has learnt the language, and texts that it wrote, with `window` tokens after each."""
     language = LANGUAGES[name]
-    teacher = make_teacher(language, name, layers, hidden)
-    prompts = [torch.from_numpy(text) for text in language.write(count + language.held_out, language.prompt, 3)]
+    teacher = make_teacher(language, name, 2)
+    prompts = [torch.from_numpy(text) for text in language.write(TEXTS + HELD_OUT, language.prompt, 3)]
     more = {"overhang": window, "stops": set(), "batch": TEXTS}
     texts = [
         generate(teacher, some, language.length - len(some[0]), Sampling(), torch.Generator().manual_seed(seed), **more)
-        for seed, some in enumerate((prompts[:count], prompts[count:]))
+        for seed, some in enumerate((prompts[:TEXTS], prompts[TEXTS:]))
     ]
     written = texts[0].tokens[:, : language.length].numpy()
     return Toy(name, teacher, [(text, np.ones(len(text), bool)) for text in written], texts[1])
-
-
-def of_language(toy: Toy) -> Toy:
-    """The same teacher with as many texts of the language itself to train on."""
-    language = LANGUAGES[toy.name]
-    written = language.write(len(toy.documents), language.length, 4)
-    return toy._replace(documents=[(text, np.ones(len(text), bool)) for text in written])
 
 
 def train(toy: Toy, window: int, steps: int, trainer: type[PtpTrainer] = PtpTrainer, **changes: Any) -> Student:
@@ -135,49 +118,21 @@ def train(toy: Toy, window: int, steps: int, trainer: type[PtpTrainer] = PtpTrai
     return run.student.eval()
 
 
-def measure(toy: Toy, student: Student, num_drafts: int | None = None) -> PtpMetrics:
+def measure(toy: Toy, student: Student) -> PtpMetrics:
     """Metrics on the teacher's held-out text."""
-    return summarise(collect(student, toy.held_out, Sampling(), num_drafts))
+    return summarise(collect(student, toy.held_out, Sampling()))
 
 
-@torch.inference_mode()
-def perplexity(toy: Toy, student: Student | None, window: int) -> float:
-    """Of x_2 .. x_n of windows of the held-out text, under the teacher or a student, u inside its own intervals.
-
-    C-PTP: rows that know u_1 .. u_(k-1) give the distribution of x_k, as in inverse autoregressive training.
-    """
-    texts = toy.held_out.tokens
-    row = torch.arange(len(texts)).repeat_interleave(4)
-    start = 2 + 8 * torch.arange(4).repeat(len(texts))
-    tokens = texts[row[:, None], start[:, None] + 1 + torch.arange(window)]
-    if student is None:
-        logits = toy.teacher.logits(toy.teacher.hidden(texts.clamp(min=0)))
-        log_p = logits.log_softmax(-1)[row[:, None], start[:, None] + torch.arange(window)]  # [B, n, V]
-        return math.exp(F.nll_loss(log_p[:, 1:].flatten(0, 1), tokens[:, 1:].flatten()).item())
-    prefix, inner = (
-        student.prefix(texts.clamp(min=0)),
-        torch.rand(len(row), window, generator=torch.Generator().manual_seed(0)),
-    )
-    log_p = student.logits(prefix.hidden[row, start]).log_softmax(-1)
-    u, total = torch.zeros_like(inner), 0.0
-    for k in range(window - 1):
-        u[:, k] = u_inside(*edges(log_p, tokens[:, k]), inner[:, k])
-        rows = student.aux(prefix, row, start, u[:, : k + 1 + student.first_row])
-        log_p = student.logits(rows[:, -1]).log_softmax(-1)
-        total += F.nll_loss(log_p, tokens[:, k + 1]).item()
-    return math.exp(total / (window - 1))
-
-
-def make_teacher(language: Language, name: str, layers: int, hidden: int) -> Target:
+def make_teacher(language: Language, name: str, layers: int) -> Target:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=language.symbols, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
+        vocab_size=language.symbols, hidden_size=HIDDEN, intermediate_size=2 * HIDDEN, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=512, attn_implementation="sdpa",
         bos_token_id=None, eos_token_id=None, pad_token_id=None,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3, fused=True)
-    length = min(language.taught, 3 * language.length // 2)
+    length = min(TAUGHT, 3 * language.length // 2)
     tokens = torch.from_numpy(language.write(32 * language.steps, length, 1)).split(32)
     for step, batch in enumerate(tokens):
         for group in optimizer.param_groups:

@@ -16,7 +16,6 @@ from benchmarks import registry
 from vllm_mtpc.engine.provenance import FOLDERS, RESULTS, ROOT
 
 NAMES = sorted(file.stem for file in RESULTS.glob("*.json"))
-UNKNOWN = {"losses", "ptp-demo", "shakespeare", "shakespeare-nll", "training-cuda"}  # see test_provenance.py
 
 
 def git(*words: str) -> str:
@@ -108,21 +107,25 @@ def test_table_of_results_is_current() -> None:
 @needs_history
 def test_result_was_measured_on_its_commit_and_not_edited_since(name: str) -> None:
     values = registry.kept(name)
-    if name not in UNKNOWN:
-        assert not [*wrong_commits(values)], "the code of this commit is not the code that ran"
+    assert not [*wrong_commits(values)], "the code of this commit is not the code that ran"
     assert not [*edited(values, versions(name))], "measure again; a result is not edited"
 
 
 @pytest.mark.parametrize("one", registry.read(), ids=lambda one: one.what)
-@needs_history
-def test_script_of_a_result_is_in_the_checkout_or_in_its_commit(one: registry.Result) -> None:
+def test_script_of_a_result_is_in_the_checkout(one: registry.Result) -> None:
     words = re.findall(r"benchmarks(?:\.\w+)+|(?:scripts|benchmarks)/[\w/]+\.sh", one.command)
     paths = [word if word.endswith(".sh") else f"{word.replace('.', '/')}.py" for word in words]
-    if "removed: see that commit" in (one.old or ""):
-        commits = {commit for name in one.files for commit in registry.measured_on(registry.kept(name))}
-        assert paths and all(tree(commit, path) for commit in commits for path in paths)
-    else:
-        assert all((ROOT / path).exists() for path in paths)
+    assert all((ROOT / path).exists() for path in paths)
+
+
+@pytest.mark.parametrize("old", [None, "needs a GPU"])
+def test_stale_prints_results_of_older_code_and_fails_if_there_are_any(
+    old: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = [registry.Result(what=what, link="", command="", files=(), where="", old=old) for what in ("a", "b")]
+    monkeypatch.setattr(registry, "read", lambda: kept)
+    code, printed = registry.main(["--stale"]), capsys.readouterr().out
+    assert (code, printed) == ((1, "a: needs a GPU\nb: needs a GPU\n") if old else (0, ""))
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if registry.kept(name).get("kind") == "bench serve"])
