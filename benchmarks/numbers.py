@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks import result_tables, serve_tables, train_cost
+from benchmarks.peers import tables as peers
 from benchmarks.result_tables import cell
 from benchmarks.serve_tables import content, table
 from vllm_mtpc.engine import provenance
@@ -120,6 +121,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "launches": launches,
     "gpu drafts": gpu_drafts,
     "distributions": distributions,
+    **peers.BLOCKS,
 }
 
 

@@ -1,16 +1,15 @@
 """Serve one decoding of peers.yaml to Spec-Bench: ``python -m benchmarks.peers.measure NAME --data FILE --json FILE``.
 
 One engine in this process, float32, always with the largest number of drafts, answers the first turns of questions of
-all six tasks: CLIENTS at once, whose steps and tokens are counted for each question, and some alone, whose steps and
-drafts are timed. tokens/step is without the first token, which the prompt's step yields. A row of the same name in FILE
-is replaced. Decodings of Model Runner V2 run by `scripts/v2_on_cpu.sh python -m ...`; their kernels are interpreted, so
-they are not timed. `table` joins the rows.
+all six tasks, CLIENTS at once; steps and tokens are counted for each question, without the first token, which the
+prompt's step yields. A row of the same name in FILE is replaced. ``--time`` adds milliseconds of steps and drafts to
+that row, of some questions alone, and needs idle cores. Decodings of Model Runner V2 run by `scripts/v2_on_cpu.sh
+python -m ...`; their kernels are interpreted, so they are not timed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from functools import partial
@@ -43,6 +42,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("name", help=f"of {PLAN.name}")
     parser.add_argument("--data", type=Path, required=True, metavar="FILE", help="jsonl of Spec-Bench")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="its other rows stay")
+    parser.add_argument("--time", action="store_true", help="time the row that is in the file")
     args = parser.parse_args(words)
     return guard(PROG, lambda: run(args))
 
@@ -52,18 +52,22 @@ def run(args: argparse.Namespace) -> int:
     if args.name not in plan["decodings"]:
         raise UsageError(f"{args.name} is not in {PLAN.name}; name one of {', '.join(plan['decodings'])}")
     check_file(args.json)
-    engine = Engine(plan["target"], plan["decodings"][args.name])
-    asked = choose(args.data, engine.llm.get_tokenizer())
-    decoding = plan["decodings"][args.name]
-    row = {"name": args.name, **decoding, **training(decoding), "tasks": [task for task, _ in asked]}
-    for temperature in TEMPERATURES:
-        found = engine.answer([prompt for _, prompt in asked], temperature, ANSWER, f"{args.name}, T={temperature:g}")
-        row[f"t{temperature:g}"] = [[one.tokens - 1, one.steps - 1] for one in found]
-    row |= engine.time([prompt for _, prompt in asked[:: len(asked) // ALONE]])
-    facts = provenance.collect()
-    kept = json.loads(args.json.read_text(encoding="utf-8")) if args.json.exists() else {"rows": []}
+    kept = read_json(args.json) if args.json.exists() else {"rows": []}
+    facts, decoding = provenance.collect(), plan["decodings"][args.name]
     if kept["rows"] and kept["commit"] != facts["commit"]:
         raise UsageError(f"--json {args.json} has rows of {kept['commit'][:8]}; name another file")
+    row = {"name": args.name, **decoding, **training(decoding)}
+    engine = Engine(plan["target"], decoding)
+    asked = choose(args.data, engine.llm.get_tokenizer())
+    prompts = [prompt for _, prompt in asked]
+    if args.time:
+        (row,) = (one for one in kept["rows"] if one["name"] == args.name)
+        row |= engine.time(prompts[:: len(asked) // ALONE])
+    else:
+        row["tasks"] = [task for task, _ in asked]
+        for temperature in TEMPERATURES:
+            found = engine.answer(prompts, temperature, ANSWER, f"{args.name}, T={temperature:g}")
+            row[f"t{temperature:g}"] = [[one.tokens - 1, one.steps - 1] for one in found]
     rows = [*(one for one in kept["rows"] if one["name"] != args.name), row]
     how = {"dtype": "float32", "clients": CLIENTS, "tokens": ANSWER, "questions": QUESTIONS, "prompt_tokens": LONGEST}
     write_json(args.json, {"kind": "peers", **facts, "how": how, "rows": rows})
@@ -115,8 +119,7 @@ class Engine:
         self.engine = self.llm.llm_engine
         self.draft_ms, self.step_ms = list[float](), list[float]()
         runner = self.engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-        self.is_timed = hasattr(runner, "propose_draft_token_ids")  # Model Runner V1
-        if self.is_timed:
+        if hasattr(runner, "propose_draft_token_ids"):  # Model Runner V1
             runner.propose_draft_token_ids = partial(watch, runner.propose_draft_token_ids, self.draft_ms)
 
     def answer(self, prompts: list[list[int]], temperature: float, tokens: int, about: str) -> list[Counted]:
@@ -141,13 +144,13 @@ class Engine:
     def time(self, prompts: list[list[int]]) -> dict[str, Any]:
         """Return the median milliseconds of a step and of its draft, one request at a time."""
         steps, drafts = list[float](), list[float]()
-        for prompt in prompts if self.is_timed else []:
+        for prompt in prompts:
             self.draft_ms.clear()
             self.step_ms.clear()
             self.answer([prompt], 1.0, ALONE_TOKENS, "alone")
             steps += self.step_ms[1:]
             drafts += self.draft_ms[1:]
-        return {"step_ms": median(steps) if steps else None, "draft_ms": median(drafts) if drafts else None}
+        return {"step_ms": median(steps), "draft_ms": median(drafts) if drafts else 0.0}
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Tables and picture of the peers, from peers.json; `benchmarks.numbers` writes them into the documents."""
+"""Tables of the peers, from peers.json, for `benchmarks.numbers`; ``python -m benchmarks.peers.tables`` draws them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def summary() -> str:
     lines = []
     for row in rows():
         trained = [millions(row["parameters"]), f"{row['minutes']:.0f}"] if row["parameters"] else ["", ""]
-        times = [f"{row[name]:.1f}" if row[name] else "" for name in ("draft_ms", "step_ms")]
+        times = [f"{row[name]:.1f}" if name in row else "" for name in ("draft_ms", "step_ms")]
         drafts = str(row["speculative_config"].get("num_speculative_tokens", ""))
         lines.append([row["name"], drafts, *trained, shown(row, "t1"), shown(row, "t0"), *times])
     columns = ["K", "parameters", "minutes", "tokens/step, T=1", "T=0", "ms of a draft", "ms of a step"]
@@ -69,14 +69,27 @@ def by_task(t: str) -> str:
 
 
 def rates() -> str:
-    """Return drafts accepted per millisecond of a draft at T=1, one request at a time, by task."""
+    """Return tokens/step by the milliseconds of a draft at T=1, one request at a time, by task."""
     columns = list(dict.fromkeys(rows()[0]["tasks"]))
-    timed = [row for row in rows() if row["draft_ms"]]
+    timed = [row for row in rows() if "draft_ms" in row]
     lines = []
     for row in timed:
         values = [per_step(counts(row, "t1", task))[0] / row["draft_ms"] for task in columns]
         lines.append([row["name"], *(f"{value:.3f}" for value in values)])
     return table("tokens/step per ms of a draft", lines, columns)
+
+
+def at_8b() -> str:
+    """Return launches, bytes and milliseconds of a draft for one request at the sizes of Qwen3 8B, by arithmetic."""
+    names = {"EAGLE-3": "EAGLE-3", "DFlash": "DFlash", "DSpark": "DSpark", OURS: "mlp hmm r=4 t=8 V=16384"}
+    names["backbone, btree r=8"] = "backbone btree r=8 c=16 V=151936"
+    found = {row["head"]: row for row in content("launches")["rows"] if row["batch"] == 1}
+    lines = []
+    for shown_name, name in names.items():
+        row = found[name]
+        launches, read = row["operations"] + row["triton"], row["bytes"] / 1e9
+        lines.append([shown_name, str(launches), f"{read:.2f}", f"{row['ms']:.2f}"])
+    return table("decoding", lines, ["launches", "GB read and written", "ms"])
 
 
 def draw(file: Path = FIGURE) -> None:
@@ -96,3 +109,15 @@ def draw(file: Path = FIGURE) -> None:
     panel.legend(ncols=len(rows()), fontsize=8)
     with rc_context({"svg.hashsalt": "vllm_mtpc"}):  # the same file for the same rows
         figure.savefig(file, metadata={"Date": None})
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "peers": summary,
+    "peers t1": partial(by_task, "t1"),
+    "peers t0": partial(by_task, "t0"),
+    "peers rates": rates,
+    "peers at 8B": at_8b,
+}
+
+if __name__ == "__main__":
+    draw()
