@@ -34,26 +34,24 @@ from tests.support.engine import build, run
 from tests.support.models import make_head, make_target, make_tokenizer
 from tests.support.requests import ALL_DRAFTS
 
-DRAWS, FEW, FIRST = 20_000, 1_000, 3
-# In every run; dropping tokens moves the first three by 0.06 and less, 4,000 draws allow 0.05. A trunk mlp is slow: in
-# every run test_heads.py compares its drafts with the definition.
+DRAWS, FEW, FIRST = 20_000, 700, 3
+# In every run. An engine that ignored a setting would be found by 700 draws with a probability of 0.9998 (20,000
+# simulations). Dropping tokens moves the first three by 0.06 and less, 4,000 draws allow 0.05. A trunk mlp is slow: in
+# every run test_heads.py compares its drafts with the definition. So are dropped tokens elsewhere than on V2's btree.
 FEW_DRAWS = {
     "V1: 13 kinds, btree, good": FEW,
     "V1: fault: a cut by the drawn token": 2_000,
-    "V1: fault: the recovered token is dropped": 10_000,
     "13 kinds, btree, bad": FEW,
     "fault: the recovered token is dropped": 4_000,
     "coupled": FEW,
-    "fault: coupled, noise of the first row": FEW,
+    "fault: coupled, noise of the first row": 1_000,
     "leaves look at the token before": FEW,
-    "fault: drafts scored without the token before": FEW,
+    "fault: drafts scored without the token before": 1_000,
     "hosted on EAGLE-3": FEW,
-    "fault: hosted, the recovered token is dropped": 4_000,
     "draft vocabulary": FEW,
-    "fault: draft vocabulary, the recovered token is dropped": 4_000,
     "V1: draft vocabulary": FEW,
     "o-ptp": FEW,
-    "fault: o-ptp, u squared": FEW,
+    "fault: o-ptp, u squared": 1_000,
 }
 
 
