@@ -14,7 +14,6 @@ from vllm_mtpc.kernels.draft import TILE, is_small, launches
 from vllm_mtpc.kernels.filter.kernel import encode
 from vllm_mtpc.kernels.filter.program import Program
 from vllm_mtpc.kernels.leaf import Bigram, LowRank
-from vllm_mtpc.kernels.shard import Shard
 
 # Sizes are derived from registers (README.md), not measured.
 REGISTERS = {} if torch.version.hip else {"maxnreg": 128}  # of `draft_rows`: 2 instances of 8 warps at once, 4 of 4
@@ -43,7 +42,7 @@ class Batch:
     shape: tuple[int, int, int, int]  # B, K, r, V
     leaves: Leaves
     given: Leaves | None  # those of x_1, [B, 1, r or 1, V]; None: its evidence is known
-    bias: launches.Bias  # with W2 [K, rank, V] from this rank's first column on
+    bias: launches.Bias
     first: Tensor | None  # [B] int64, x_1
     circuit: launches.Circuit
     requests: launches.Requests
@@ -62,10 +61,8 @@ class CircuitDrafter:
             one vector: vLLM's `gumbel_noised_argmax`, the only source of noise.
         use_fp64: whether noised values are compared in float64.
         one_launch: which path; None chooses by the size of a leaf.
-        shard: of a divided vocabulary; leaves are then this rank's columns [B, K, r, shard.rows], while tokens and
-            cache are those of the whole vocabulary.
-        ids: [Vd] int64, strictly rising, the tokens of a leaf's columns [B, K, r, Vd], or None; not with a shard or
-            without evidence. Tokens, noise, `bigram.source`, `allowed` and cache are those of the V tokens.
+        ids: [Vd] int64, strictly rising, the tokens of a leaf's columns [B, K, r, Vd], or None; not without evidence.
+            Tokens, noise, `bigram.source`, `allowed` and cache are those of the V tokens.
     """
 
     def __init__(
@@ -77,15 +74,12 @@ class CircuitDrafter:
         noised_argmax: Any,
         use_fp64: bool = False,
         one_launch: bool | None = None,
-        shard: Shard | None = None,
         ids: Tensor | None = None,
     ) -> None:
-        assert shard is None or ids is None, "a divided vocabulary has no draft vocabulary"
         self.program, depth = encode(program, device)
         size = triton.next_power_of_2(num_components)
-        self.width = shard.rows if shard is not None else vocab_size if ids is None else len(ids)
-        small = shard is None and is_small(num_components, self.width)
-        self.one_launch, self.shard, self.ids = small if one_launch is None else one_launch, shard, ids
+        self.width, self.ids = vocab_size if ids is None else len(ids), ids
+        self.one_launch = is_small(num_components, self.width) if one_launch is None else one_launch
         self.sizes = {"R": size, "DEPTH": depth}
         self.noise = {"NOISED_ARGMAX": noised_argmax, "USE_FP64": use_fp64}
 
@@ -111,8 +105,7 @@ class CircuitDrafter:
     ) -> None:
         """Write K drafts of every request to `tokens`, with their confidences and conditionals (`cache`).
 
-        Arguments are those of README.md; with a shard `bigram` is that of the whole vocabulary. Without `draw` the
-        draft of every request is the argmax.
+        Arguments are those of README.md. Without `draw` the draft of every request is the argmax.
         """
         if not tokens.numel():
             return
@@ -124,7 +117,6 @@ class CircuitDrafter:
         bias = launches.Bias()
         if bigram is not None:
             target = bigram.target if bigram.target.stride(2) == 1 else bigram.target.contiguous()
-            target = target if self.shard is None else target[..., self.shard.start :]
             bias = launches.Bias(bigram.source.contiguous(), target, *target.stride()[:2])
         evidence = None if evidence is None else evidence.contiguous()
         batch = Batch(
@@ -170,9 +162,8 @@ class CircuitDrafter:
         """The path in blocks of the vocabulary; R: r rounded up to a power of two."""
         num_reqs, num_drafts, r, vocab_size = batch.shape
         sizes, warps = self._sizes(batch.leaves, batch.bias)
-        shard, size, blocks = self.shard, sizes.R, triton.cdiv(self.width, sizes.BLOCK)
+        size, blocks = sizes.R, triton.cdiv(self.width, sizes.BLOCK)
         leaves = 1 if sizes.RANK else num_drafts  # normalised together
-        width = -(-self.width // 16) * 16  # a stride that is specialised alike, whatever the batch and K
         buffer = partial(torch.empty, dtype=torch.float32, device=batch.leaves.leaf.ptr.device)
         record_dtype = torch.float64 if self.noise["USE_FP64"] else torch.float32
         buffers = launches.Buffers(
@@ -182,12 +173,6 @@ class CircuitDrafter:
             state_ptr=buffer(1 + self.sizes["DEPTH"], num_reqs, size),
             record_ptr=buffer(blocks, num_reqs, launches.RECORD.value + size, dtype=record_dtype),
         )
-        begin, cache, count = None, batch.cache, blocks
-        if shard is not None:
-            vocab_size, begin, count = shard.stop - shard.start, shard.start, shard.size
-            if cache.ptr is not None:  # this rank's conditionals
-                columns = buffer(num_reqs, num_drafts, width, dtype=cache.ptr.dtype)
-                cache = launches.Cache(columns, *columns.stride()[:2])
         groups = triton.cdiv(num_reqs, sizes.ROWS)
         state = {"r": r, "num_inner": batch.circuit.inner_ptr.size(1), "num_warps": 16 if size > 64 else 4} | self.sizes
 
@@ -210,34 +195,18 @@ class CircuitDrafter:
             bias = _bias_arguments(batch.bias, before if sizes.RANK else None)
             if k % leaves == 0:
                 normalise(batch.leaves, leaves, k, bias, k == 0 and batch.given is None)
-                norms = buffers.norm_ptr if shard is None else shard.normalisers(buffers.norm_ptr)
             launches.draft_blocks[(groups, blocks)](
                 leaf=batch.leaves.leaf, **batch.leaves.strides, **batch.leaves.low, **bias,
-                buffers=buffers._replace(norm_ptr=norms), requests=batch.requests, **batch.rows, cache=cache,
-                k=k, num_drafts=num_drafts, batch=num_reqs, r=r, vocab_size=vocab_size, begin=begin,
+                buffers=buffers, requests=batch.requests, **batch.rows, cache=batch.cache,
+                k=k, num_drafts=num_drafts, batch=num_reqs, r=r, vocab_size=vocab_size,
                 map_ptr=self.ids, **self.noise, DRAW=batch.draw, sizes=sizes, num_warps=warps,
             )  # fmt: skip
-            records = buffers.record_ptr if shard is None else shard.gather(self._nominate(buffers.record_ptr))
             launches.choose[(num_reqs,)](
-                record_ptr=records, state_ptr=buffers.state_ptr, inner_ptr=batch.circuit.inner_ptr,
+                record_ptr=buffers.record_ptr, state_ptr=buffers.state_ptr, inner_ptr=batch.circuit.inner_ptr,
                 program_ptr=self.program, slot_ptr=batch.rows["slot_ptr"],
                 temperature_ptr=batch.requests.temperature_ptr, **batch.outputs, k=k, num_drafts=num_drafts,
-                count=count, DRAW=batch.draw, COUNT=triton.next_power_of_2(count), **state,
+                count=blocks, DRAW=batch.draw, COUNT=triton.next_power_of_2(blocks), **state,
             )  # fmt: skip
-        if shard is not None and cache.ptr is not None:
-            launches.spread[(blocks * shard.size, num_drafts, num_reqs)](
-                log_q_ptr=shard.gather(cache.ptr.flatten(1)), slot_ptr=batch.rows["slot_ptr"], cache=batch.cache,
-                num_drafts=num_drafts, rows=shard.rows, width=width, vocab_size=batch.cache.ptr.shape[2],
-                BLOCK=sizes.BLOCK,
-            )  # fmt: skip
-
-    def _nominate(self, records: Tensor) -> Tensor:
-        """Return this rank's record [B, RECORD + R] of a draft, from those of its blocks [blocks, B, RECORD + R]."""
-        blocks, num_reqs, size = records.shape
-        nominee = records.new_empty(num_reqs, size)
-        sizes = {"num_blocks": blocks, "R": self.sizes["R"], "BLOCKS": triton.next_power_of_2(blocks)}
-        launches.nominate[(num_reqs,)](record_ptr=records, nominee_ptr=nominee, **sizes)
-        return nominee
 
 
 def _leaf_arguments(logits: Tensor, low: LowRank | None) -> Leaves:

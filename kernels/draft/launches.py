@@ -247,12 +247,11 @@ def start_rows(
 def draft_blocks(
     leaf, leaf_stride, k_stride, z_stride, low_ptr, low_stride, low_k_stride,
     bias, before_ptr, before_stride, buffers, requests, slot_ptr, pos_ptr, cache,
-    k, num_drafts, batch, r, vocab_size, begin, map_ptr,
+    k, num_drafts, batch, r, vocab_size, map_ptr,
     NOISED_ARGMAX: tl.constexpr, DRAW: tl.constexpr, USE_FP64: tl.constexpr, sizes: tl.constexpr,
 ):  # fmt: skip
     """Write one block of draft k's conditionals of ROWS requests to the cache, and their records [blocks, B, 5 + R].
 
-    begin, if not None: the first token of this rank, whose cache has a row per request instead of slots.
     map_ptr, if not None: the tokens of the leaf's columns, which are those of `token` here.
     RANK > 0: with the bias of the tokens before_ptr [B]; normalisers are those of this draft.
     """
@@ -260,7 +259,7 @@ def draft_blocks(
     R: tl.constexpr = sizes.R
     z, token = tl.arange(0, R), block * sizes.BLOCK + tl.arange(0, sizes.BLOCK)
     mask = token < vocab_size
-    key = id_of(token, map_ptr, mask) if begin is None else token + begin
+    key = id_of(token, map_ptr, mask)
     z_stride = z_stride.to(tl.int64) * sizes.UNIT
     out_ptr = move_out(leaf, k.to(tl.int64), sizes.LOW)
     out = load_out(out_ptr, leaf.out_stride, 0, token, vocab_size, sizes.LOW)
@@ -278,8 +277,8 @@ def draft_blocks(
             log_q = allow(mixture(tile, weights, norm), requests, row * num_drafts + k, key, mask)
             if cache.ptr is not None:
                 log_q = rounded(log_q, cache.ptr)
-                cached = (slot if begin is None else row) * cache.stride + k.to(tl.int64) * cache.k_stride
-                tl.store(cache.ptr + cached + (key if begin is None else token), log_q, mask=mask & (slot >= 0))
+                cached = cache.ptr + slot * cache.stride + k.to(tl.int64) * cache.k_stride
+                tl.store(cached + key, log_q, mask=mask & (slot >= 0))
             none = tl.full([], 0.0, tl.float32)
             top, first, second = add_moments(log_q, scale, none + float("-inf"), none, none)
             value, index = NOISED_ARGMAX(
@@ -288,17 +287,7 @@ def draft_blocks(
             chosen = block * sizes.BLOCK + index
             message = evidence(leaf_ptr, z_stride, low, out_ptr, leaf.out_stride, chosen, norm, r, R, sizes.LOW)
             at = buffers.record_ptr + (block * batch + row) * (RECORD + R)
-            drafted = id_of(chosen, map_ptr) if begin is None else chosen + begin
-            keep_record(at, value, drafted, top, first, second, message, R)
-
-
-@triton.jit
-def nominate(record_ptr, nominee_ptr, num_blocks, R: tl.constexpr, BLOCKS: tl.constexpr):
-    """A rank's record [5 + R] of a draft, from those of its blocks."""
-    row = tl.program_id(0).to(tl.int64)
-    at, top, first, second = best(record_ptr, num_blocks, row, tl.num_programs(0), R, BLOCKS)
-    message = tl.load(at + RECORD + tl.arange(0, R))
-    keep_record(nominee_ptr + row * (RECORD + R), tl.load(at), tl.load(at + 1), top, first, second, message, R)
+            keep_record(at, value, id_of(chosen, map_ptr), top, first, second, message, R)
 
 
 @triton.jit(
@@ -310,7 +299,7 @@ def choose(
     token_ptr, token_stride, confidence_ptr, confidence_stride, k, num_drafts, num_inner, r, count,
     DRAW: tl.constexpr, R: tl.constexpr, DEPTH: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Write draft k and its confidence from the records of all blocks or ranks, and the state at draft k + 1."""
+    """Write draft k and its confidence from the records of all blocks, and the state at draft k + 1."""
     row = tl.program_id(0).to(tl.int64)
     at, _, first, second = best(record_ptr, count, row, tl.num_programs(0), R, COUNT)
     slot = tl.load(slot_ptr + row).to(tl.int64)
@@ -325,19 +314,6 @@ def choose(
         weights, stack = machine.advance(program_ptr, k + 2, weights, stack, message, inner_ptr, r, R, DEPTH)
         tl.store(weights_at, weights)
         tl.store(stack_at, stack)
-
-
-@triton.jit(do_not_specialize=["num_drafts"], do_not_specialize_on_alignment=["slot_ptr"])
-def spread(log_q_ptr, slot_ptr, cache, num_drafts, rows, width, vocab_size, BLOCK: tl.constexpr):
-    """Write conditionals [ranks, B, K, width] of all ranks, `rows` columns each, to the cache."""
-    block, k, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    slot = tl.load(slot_ptr + row).to(tl.int64)
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    mask = (token < vocab_size) & (slot >= 0)
-    rank = (token // rows).to(tl.int64)
-    at = ((rank * tl.num_programs(2) + row) * num_drafts + k) * width + token % rows
-    log_q = tl.load(log_q_ptr + at, mask=mask, other=0.0)
-    tl.store(cache.ptr + slot * cache.stride + k.to(tl.int64) * cache.k_stride + token, log_q, mask=mask)
 
 
 @triton.jit(

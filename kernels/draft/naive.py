@@ -10,7 +10,6 @@ from torch import Tensor
 from vllm_mtpc.kernels.filter.naive import advance
 from vllm_mtpc.kernels.filter.program import Program
 from vllm_mtpc.kernels.leaf import Bigram, LowRank, evidence_of
-from vllm_mtpc.kernels.shard import Shard
 
 Pick = Callable[[Tensor, int], Tensor]  # (log q [B, V] float32, index of the draft) -> tokens [B]
 
@@ -27,14 +26,12 @@ def draft(
     *,
     pick: Pick,
     dtype: torch.dtype = torch.float32,
-    shard: Shard | None = None,
     ids: Tensor | None = None,
 ) -> Tensor:
     """Draft K tokens [B, K] int64, each picked from log q(. | tokens before); float32 arithmetic.
 
     Other arguments are those of README.md. With `ids` [Vd] `pick` returns columns of log q [B, Vd].
     dtype: log q is rounded to it before a token is picked, since it is stored and scored in that dtype.
-    shard: of a divided vocabulary, with leaf_logits [B, K, r, rows]; every rank picks from the same log q [B, V].
     """
     if low is not None:
         leaf_logits = LowRank(low.low.float(), low.out.float()).leaves(leaf_logits.float())
@@ -44,28 +41,15 @@ def draft(
     weights, stack = advance(program[0], root_logits.float().log_softmax(dim=-1), (), evidence, inner)
     weights, stack = advance(program[1], weights, stack, evidence, inner)
     tokens: list[Tensor] = []
-    norms = None if shard is None or bigram is not None else _norms(leaf_logits, shard)  # of all drafts at once
     for k in range(leaf_logits.shape[1]):
         leaf = leaf_logits[:, k].float()  # [B, r, V]
         if bigram is not None:
-            bias = bigram.bias(k, tokens[-1] if k else first)
-            leaf = leaf + (bias if shard is None else shard.columns(bias))[:, None]
-        if shard is None:
-            leaf = leaf.log_softmax(dim=-1)
-        else:
-            norm = _norms(leaf[:, None], shard)[:, 0] if norms is None else norms[:, k]
-            leaf = leaf - norm[..., None]
+            leaf = leaf + bigram.bias(k, tokens[-1] if k else first)[:, None]
+        leaf = leaf.log_softmax(dim=-1)
         log_q = torch.logsumexp(weights.unsqueeze(-1) + leaf, dim=1).to(dtype)
-        column = pick((log_q if shard is None else shard.whole(log_q)).float(), k)
+        column = pick(log_q.float(), k)
         tokens.append(column if ids is None else ids[column])
         if k + 1 < leaf_logits.shape[1]:
-            index = column.view(-1, 1, 1).expand(-1, leaf.shape[1], 1)
-            evidence = leaf.gather(2, index)[..., 0] if shard is None else shard.at(leaf, column)
+            evidence = leaf.gather(2, column.view(-1, 1, 1).expand(-1, leaf.shape[1], 1))[..., 0]
             weights, stack = advance(program[k + 2], weights, stack, evidence, inner)
     return torch.stack(tokens, dim=1)
-
-
-def _norms(leaf_logits: Tensor, shard: Shard) -> Tensor:
-    """Log-normalisers [B, K, r] float32 over the vocabulary; position by position, as float32 needs a copy."""
-    own = leaf_logits[..., : shard.stop - shard.start]
-    return shard.normalisers(torch.stack([own[:, k].float().logsumexp(-1) for k in range(own.shape[1])], dim=1))

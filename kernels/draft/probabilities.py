@@ -29,7 +29,7 @@ def draft(
     pick: Pick,
     ids: Tensor | None = None,
 ) -> Tensor:
-    """Draft K tokens [B, K] int64; arguments as in `naive.draft`, without a shard."""
+    """Draft K tokens [B, K] int64; arguments as in `naive.draft`."""
     inner = inner_logits.float().softmax(dim=-1).unbind(1)
     message = evidence.softmax(dim=-1)[:, None]  # [B, 1, r]
     weights, stack = _advance(program[0], root_logits.float().softmax(dim=-1)[:, None], [], message, inner)

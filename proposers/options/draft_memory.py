@@ -1,4 +1,4 @@
-"""Memory of drafts: the bytes of their logits, and the rows that are drafted at once or from gathered logits."""
+"""Memory of drafts: the bytes of their logits, and the rows that are drafted at once."""
 
 from __future__ import annotations
 
@@ -11,42 +11,18 @@ if TYPE_CHECKING:
     from vllm_mtpc.heads.head import Head
 
 LOGITS_BYTES = 1 << 30  # of a draft that exist at once; larger batches are drafted in several goes
-# Of H100s, by arithmetic: microseconds of a small all-gather, bytes per microsecond of a large one and of memory.
-GATHER_US, LINK_BYTES, MEMORY_BYTES = 15, 0.3e6, 3.35e6
 
 
 def logits_bytes(head: Head, drafts: int, dtype: torch.dtype, in_blocks: bool = False) -> int:
     """Return the bytes of a request's logits; in_blocks: as in `Head.draft_params`."""
-    shard, r, leaves = head.leaf_shard, head.circuit.num_components, head.leaves
-    columns, at_first = shard.rows if shard else head.columns, 1 - leaves.skip
+    r, leaves, columns, at_first = head.circuit.num_components, head.leaves, head.columns, 1 - head.leaves.skip
     in_blocks = in_blocks and (head.columns == head.vocab_size or bool(leaves.skip))  # else evidence is computed first
     base = columns * (at_first + drafts) if leaves.component_rank else 0  # [1, 1 + K, 1, V]
     drafted = 0 if in_blocks and base else drafts * r * columns  # [1, K, r, V]
-    has_evidence = shard is not None or not (in_blocks and leaves.needs_lm_head)  # from a float32 copy
+    has_evidence = not (in_blocks and leaves.needs_lm_head)  # from a float32 copy
     first = at_first * r * columns if has_evidence or not base else 0  # [1, 1, r, V]
-    conditionals = drafts * shard.rows * (1 + shard.size) if shard else 0  # [1, K, V], own and of all ranks
     copied = first * torch.float32.itemsize if has_evidence else 0
-    return (base + first + drafted + conditionals) * dtype.itemsize + copied
-
-
-def gathered_rows(head: Head, num_drafts: int, dtype: torch.dtype, is_scored: bool) -> int:
-    """Return the largest batch whose logits the ranks gather; the draft of a larger batch is divided over the ranks.
-
-    A divided draft has K + 2 more all-gathers (2 K + 1 with tokens). It exchanges K conditionals instead of all logits,
-    and a rank reads its own columns: of logits twice, of component_out and token_target twice per 4 or 16 requests.
-    Without `is_scored` no conditionals are kept, and none are exchanged.
-    """
-    if (shard := head.leaf_shard) is None:
-        return 0
-    leaves, row = head.leaves, head.columns * dtype.itemsize
-    positions = num_drafts + 1 - leaves.skip
-    logits = positions * row * (1 if leaves.component_rank else head.circuit.num_components)
-    conditionals = num_drafts * row * is_scored
-    factors = positions * row * (leaves.component_rank + leaves.token_rank) / (8 if leaves.token_rank else 2)
-    moved = 4 * logits - conditionals + factors  # with one copy of the logits, or of the conditionals
-    row_us = (1 - 1 / shard.size) * ((logits - conditionals) / LINK_BYTES + moved / MEMORY_BYTES)
-    gathers = (2 * num_drafts if leaves.token_rank else positions) + is_scored
-    return min(int(GATHER_US * gathers / row_us), LOGITS_BYTES // (3 * logits))  # own, received, copied
+    return (base + first + drafted) * dtype.itemsize + copied
 
 
 def rows_at_once(

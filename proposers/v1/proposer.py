@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -180,9 +179,8 @@ class MtpcProposer:
             u = torch.rand(batch, num_drafts, dtype=torch.float64, device=hidden.device)
             pick = self._make_sampler(u, sampling_metadata.temperature, seeds, masks.unmasked, runner.couples)
             runner._draft_probs, runner._draft_prob_req_ids = self.draft_probs[:batch], names.copy()
-        shard, ids = self.model.leaf_shard, self.model.vocabulary and self.model.vocabulary.ids
-        is_fast = shard is None and hidden.device.type == "cpu"
-        draft = probabilities.draft if is_fast else partial(naive.draft, shard=shard)
+        ids = self.model.vocabulary and self.model.vocabulary.ids
+        draft = probabilities.draft if hidden.device.type == "cpu" else naive.draft
         drafts = draft(self.model.circuit.program, *params[:6], pick=masks.around(pick, ids), ids=ids).tolist()
         masks.rewind()
         return drafts, masks.lengths

@@ -39,7 +39,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm_mtpc.heads.head import DraftParams, Head
 from vllm_mtpc.kernels.draft.kernel import CircuitDrafter
 from vllm_mtpc.plan.draft_schedule import expand_schedule
-from vllm_mtpc.proposers.options.draft_memory import gathered_rows, rows_at_once
+from vllm_mtpc.proposers.options.draft_memory import rows_at_once
 from vllm_mtpc.proposers.v2.draft_graphs import DraftGraphs, replace_attributes
 from vllm_mtpc.proposers.v2.gather import gather_inputs
 from vllm_mtpc.proposers.v2.verification import DRAFTING, HeadSampler, needs_fresh_noise, step_seeds, with_sampler
@@ -252,17 +252,12 @@ class MtpcSpeculator(HeadSpeculator):
         logits_dtype = self.dtype if head.leaves.needs_lm_head else head.hidden_dtype
         sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or ()
         most, arms = self.num_speculative_steps, self.speculative_config.arms
-        self.drafter = self._make_drafter(head)
+        circuit, ids, noise = head.circuit, head.vocabulary and head.vocabulary.ids, gumbel_noised_argmax
+        given = circuit.program, circuit.num_components, head.vocab_size, self.device, noise, self.use_fp64_gumbel
+        self.drafter = CircuitDrafter(*given, ids=ids)
         in_blocks = not self.drafter.one_launch
         self.rows_at_once = rows_at_once(head, self.drafts_by_batch, most, logits_dtype, sizes, arms, in_blocks)
-        self.gathered_rows = gathered_rows(head, most, logits_dtype, self.draft_logits is not None)
-        self.gathering: tuple[Head, Any] = (whole := head.undivided()), self._make_drafter(whole)
         head.kept = kept((*head.parameters(), self.drafter.program, *(head.vocabulary or ())))
-
-    def _make_drafter(self, head: Head) -> CircuitDrafter:
-        sizes, ids = (head.circuit.program, head.circuit.num_components, head.vocab_size), head.vocabulary
-        noise = gumbel_noised_argmax, self.use_fp64_gumbel
-        return CircuitDrafter(*sizes, self.device, *noise, shard=head.leaf_shard, ids=ids and ids.ids)
 
     @property
     def keeps_shapes(self) -> bool:
@@ -342,9 +337,9 @@ class MtpcSpeculator(HeadSpeculator):
 
     def _draft_params(self, rows: slice | Tensor, num_drafts: int) -> tuple[CircuitDrafter, DraftParams]:
         """Return the drafter of a batch of these rows, and what it takes."""
-        hidden = self.hidden_states[rows]
-        head, drafter = self.gathering if len(hidden) <= self.gathered_rows else (self.model, self.drafter)
-        return drafter, head.draft_params(hidden, self.first_tokens[rows], num_drafts, not drafter.one_launch)
+        in_blocks = not self.drafter.one_launch
+        first = self.first_tokens[rows]
+        return self.drafter, self.model.draft_params(self.hidden_states[rows], first, num_drafts, in_blocks)
 
     def _sample(
         self,
@@ -395,9 +390,8 @@ class MtpcSpeculator(HeadSpeculator):
             for num_reqs in (1, 2) if self.device.type == "cuda" else ():  # a batch of 1 has other strides
                 self._generate_draft(min(num_reqs, max_rows), num_drafts)
         num_drafts, max_rows = next(iter(self.rows_at_once.items()))
-        for num_reqs in {max_rows, min(max_rows, self.gathered_rows or max_rows)}:
-            self._generate_draft(num_reqs, num_drafts)
-        masked = (1, 2, self.gathered_rows + 1) if self.structured is not None else ()
+        self._generate_draft(max_rows, num_drafts)
+        masked = (1, 2) if self.structured is not None else ()
         # Triton compiles K = 1 apart
         for num_reqs, num_drafts in product(masked, {min(self.rows_at_once), max(self.rows_at_once)}):
             index = torch.arange(min(num_reqs, self.rows_at_once[num_drafts]), device=self.device)

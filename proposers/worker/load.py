@@ -21,9 +21,7 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
 from vllm_mtpc.checkpoint import load_head
 from vllm_mtpc.heads.head import Head
-from vllm_mtpc.heads.leaves.own import OwnLeaves, is_sharded
-from vllm_mtpc.kernels.draft import is_small
-from vllm_mtpc.kernels.shard import Shard
+from vllm_mtpc.heads.leaves.own import OwnLeaves, Shard, is_sharded
 from vllm_mtpc.proposers.options.switches import logger, reason
 
 UNITS = 64  # states whose logits are computed at once to read the rows of an lm_head
@@ -81,7 +79,7 @@ def load_served_head(
     """
 
     def load() -> Head:  # runs no collective
-        num_ranks = _num_ranks()
+        num_ranks = get_tensor_model_parallel_world_size() if model_parallel_is_initialized() else 1
         # rows are dropped before the head is moved: the device needs no room for them
         _, head = load_head(folder, weights_dtype(spec.head_dtype, dtype), "cpu" if num_ranks > 1 else device)
         leaves = head.leaves
@@ -98,13 +96,9 @@ def load_served_head(
     head = succeed_together(load)
     if head.trunk.needs_embedding:
         head.trunk.bind_embedding(target_model.embed_input_ids)
-    if head.leaves.needs_lm_head and head.vocabulary:
+    if head.leaves.needs_lm_head:
         lm_head = _lm_head(target_model.compute_logits, target_dtype, head.vocab_size)
-        head.leaves.bind_lm_head(_lm_head_of(lm_head, head, target_dtype, device))
-    elif head.leaves.needs_lm_head:  # runs collectives
-        is_divided = _num_ranks() > 1 and not is_small(head.circuit.num_components, head.vocab_size)
-        own = _own_columns(target_model, target_dtype, head) if is_divided else None
-        head.leaves.bind_lm_head(*own or (_lm_head(target_model.compute_logits, target_dtype, head.vocab_size),))
+        head.leaves.bind_lm_head(_lm_head_of(lm_head, head, target_dtype, device) if head.vocabulary else lm_head)
     return head
 
 
@@ -137,42 +131,6 @@ def kept(tensors: Iterable[Tensor]) -> nn.Module:
 def weights_dtype(head_dtype: str, default: torch.dtype) -> torch.dtype:
     """Return the dtype that the option `head_dtype` names; auto: the default."""
     return default if head_dtype == "auto" else getattr(torch, head_dtype)
-
-
-def _num_ranks() -> int:
-    return get_tensor_model_parallel_world_size() if model_parallel_is_initialized() else 1
-
-
-@torch.inference_mode()
-def _own_columns(
-    target_model: nn.Module, target_dtype: torch.dtype, head: Head
-) -> tuple[Callable[[Tensor], Tensor], Shard] | None:
-    """Return a function for this rank's columns of vLLM's `compute_logits`; None if it is not one LogitsProcessor."""
-    calls: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
-
-    def note(processor: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append((processor, args, kwargs))
-
-    processors = [part for part in target_model.modules() if isinstance(part, LogitsProcessor)]
-    hooks = [part.register_forward_pre_hook(note, with_kwargs=True) for part in processors]
-    device = next(target_model.parameters()).device
-    states = torch.randn(2, head.hidden_size, generator=torch.Generator().manual_seed(0)).to(device, target_dtype)
-    logits = target_model.compute_logits(states)
-    for hook in hooks:
-        hook.remove()
-    if len(calls) != 1 or len(calls[0][1]) < 2:
-        return None
-    ((processor, (lm_head, _, *args), kwargs),) = calls
-
-    def own(states: Tensor) -> Tensor:
-        return processor(lm_head, states, *args, **kwargs, skip_gather=True)
-
-    rank, size, columns = get_tensor_model_parallel_rank(), _num_ranks(), own(states)
-    shard = Shard(rank, size, head.vocab_size, _gather, columns.shape[1] * size)
-    if not torch.equal(shard.whole(columns), logits[:, : head.vocab_size]):
-        return None
-    logger.info("Logits of the head: columns of rank %d of %d", rank, size)
-    return _lm_head(own, target_dtype, shard.rows), shard
 
 
 @torch.inference_mode()

@@ -13,8 +13,8 @@ from tests.support.heads_zoo import OPTIONS, B, N, V, build, hidden_states, read
 from vllm_mtpc.circuits import CIRCUITS
 from vllm_mtpc.config.mtpc_config import HeadConfig
 from vllm_mtpc.heads.head import DraftParams, Head
+from vllm_mtpc.heads.leaves.own import Shard
 from vllm_mtpc.kernels.draft import naive, probabilities
-from vllm_mtpc.kernels.shard import Shard
 from vllm_mtpc.plan.draft_schedule import leaf_products
 
 torch.set_num_threads(1)

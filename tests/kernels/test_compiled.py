@@ -34,7 +34,6 @@ from vllm_mtpc.circuits import CIRCUITS, get_circuit
 from vllm_mtpc.kernels.draft import SMALL_VOCAB
 from vllm_mtpc.kernels.draft.kernel import CircuitDrafter
 from vllm_mtpc.kernels.leaf import Bigram, LowRank
-from vllm_mtpc.kernels.shard import Shard
 
 ROOT = Path(__file__).parents[2]
 META = torch.device("meta")
@@ -110,25 +109,19 @@ def empty(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=META)
 
 
-def last_of(ranks: int, vocab: int) -> Shard:
-    """What vLLM leaves the last of `ranks` of an lm_head, filled up to a multiple of 64."""
-    return Shard(ranks - 1, ranks, vocab, lambda own: own.repeat(ranks, 1), -(-vocab // 64) * 64)
-
-
 def draft(
-    noise, name, sizes, drafts=None, dtype=HALF, draw=True, use_fp64=False, ranks=1, token_rank=0, low=0, masked=False
+    noise, name, sizes, drafts=None, dtype=HALF, draw=True, use_fp64=False, token_rank=0, low=0, masked=False
 ) -> None:
-    """The draft kernel on two requests of sizes n, r, V (and Vd); leaf, cache and bigram have a dtype; last rank.
+    """The draft kernel on two requests of sizes n, r, V (and Vd); leaf, cache and bigram have a dtype.
 
     low: rank of the components' differences; the leaves then begin with x_1.
     """
     n, r, vocab, *columns = sizes
     drafts = drafts or n - 1
     circuit = get_circuit(name, n, r)
-    shard = last_of(ranks, vocab) if ranks > 1 else None
     ids = empty(*columns, dtype=LONG) if columns else None
-    drafter = CircuitDrafter(circuit.program, r, vocab, META, noise, use_fp64, shard=shard, ids=ids)
-    width = shard.rows if shard else min(sizes[2:])
+    drafter = CircuitDrafter(circuit.program, r, vocab, META, noise, use_fp64, ids=ids)
+    width = min(sizes[2:])
     leaf = empty(2, drafts + bool(low), 1 if low else r, width, dtype=dtype)
     differences = LowRank(empty(2, 1 + drafts, r, low, dtype=dtype), empty(1 + drafts, low, width, dtype=dtype))
     bigram = None
@@ -210,10 +203,6 @@ DRAFTED: dict[str, dict[str, Any]] = {
     "token 64, float64": {"token_rank": 64, "use_fp64": True},
 }
 IN_BLOCKS: dict[str, dict[str, Any]] = {
-    "2 ranks": {"drafts": 2, "ranks": 2},
-    "8 ranks": {"drafts": 2, "ranks": 8},
-    "8 ranks, masked": {"drafts": 2, "ranks": 8, "masked": True},
-    "token 64, 2 ranks": {"ranks": 2, "token_rank": 64},
     "low rank 16": {"low": 16},
     "low rank 64, float64": {"low": 64, "use_fp64": True},
     "low rank 16, float32, token 32": {"low": 16, "dtype": WHOLE, "token_rank": 32},
@@ -258,11 +247,11 @@ def row_of(variant: Variant, chip: int) -> dict[str, int]:
 
 
 # One of each kernel, at the sizes with most in registers; the other circuits are the same code with a smaller stack,
-# and kernels without tokens, draws or ranks a part of those with them.
+# and kernels without tokens or draws a part of those with them.
 QUICK = (
     *("demo btree, float64", "demo btree, token 32", "EvaByte btree, token 64, float32"),
-    *("Qwen btree, token 64, float32", "Qwen btree, token 64, float64", "Qwen btree, token 64, 2 ranks"),
-    *("128 components", "128 components, circuit alone", "demo btree, masked", "Qwen btree, 8 ranks, masked"),
+    *("Qwen btree, token 64, float32", "Qwen btree, token 64, float64"),
+    *("128 components", "128 components, circuit alone", "demo btree, masked"),
     *("Qwen btree, low rank 64, float64", "Qwen btree, low rank 16, float32, token 32"),
     *("8192 of 49152 tokens, r=1", "8192 of 49152 tokens, r=8"),
     *("training btree n=16 r=32", "training bfloat16", "PTP V=128256", "rows"),

@@ -21,7 +21,6 @@ from vllm_mtpc.circuits import get_circuit
 from vllm_mtpc.kernels.draft import naive
 from vllm_mtpc.kernels.filter import Program
 from vllm_mtpc.kernels.leaf import Bigram, LowRank
-from vllm_mtpc.kernels.shard import Shard
 from vllm_mtpc.kernels.uniform import uniform
 from vllm_mtpc.kernels.uniform.kernel import uniform_kernel
 
@@ -41,14 +40,13 @@ class Case:
     draw: bool = True  # else the argmax, without a cache
     cache_dtype: torch.dtype = torch.float32
     use_fp64: bool = False
-    shard: Shard | None = None  # params are those of a rank
     allowed: Tensor | None = None  # [B, K, words] int32, masks of tokens
     ids: Tensor | None = None  # [Vd], tokens of a leaf's columns
     num_tokens: int | None = None  # V, where it is not the number of columns
 
     @property
     def vocab_size(self) -> int:
-        return self.num_tokens or (self.shard.vocab_size if self.shard else self.params[1].shape[3])
+        return self.num_tokens or self.params[1].shape[3]
 
 
 def case(name, n, r, vocab, batch, drafts, scale=2.0, token_rank=0, dtype=torch.float32, **options) -> Case:
@@ -138,13 +136,6 @@ def bits(allowed: Tensor, vocab_size: int) -> Tensor:
     return (allowed[..., None] >> torch.arange(32) & 1).bool().flatten(-2)[..., :vocab_size]
 
 
-def with_rank(base: Case) -> Case:
-    """As the only one of the ranks that a vocabulary is divided over, which has 7 rows beyond it."""
-    leaf = base.params[1]
-    shard = Shard(0, 1, leaf.shape[3], torch.clone, leaf.shape[3] + 7)
-    return replace(with_leaf(base, torch.nn.functional.pad(leaf, (0, 7), value=torch.nan)), shard=shard)
-
-
 def with_first(base: Case, rank: int = 0, dtype: torch.dtype = torch.float32) -> Case:
     """The kernel computes the evidence of x_1, and components of a rank by their differences from common logits."""
     _, leaf, *others = base.params
@@ -162,10 +153,7 @@ def with_first(base: Case, rank: int = 0, dtype: torch.dtype = torch.float32) ->
         given = normal(batch, drafts + 1, 1, vocab_size).to(dtype)
         differences = torch.randn(drafts + 1, batch, r, rank, generator=generator).transpose(0, 1) / rank**0.5
         low = LowRank(differences.to(dtype), out.to(dtype)[: drafts + 1, :, :vocab_size])
-    evidence = None
-    if base.shard is not None:  # it is exchanged before
-        evidence, given, low = base.params[0], given[:, 1:], low and low.positions(1)
-    return replace(base, params=(evidence, given, *others, low), one_launch=False)
+    return replace(base, params=(None, given, *others, low), one_launch=False)
 
 
 def with_ids(base: Case) -> Case:
@@ -238,11 +226,8 @@ CASES: dict[str, Case] = {
     **on_both_paths("token, holes", with_holes(token_rank=4)),
     **on_both_paths("token, padded", padded(token_rank=4)),
     **on_both_paths("token, one draft", case("btree", 4, 4, 63, 3, 1, token_rank=4)),
-    # the only rank, of more rows than tokens
-    "token, a rank": with_rank(case("btree", 8, 7, 300, 3, 4, token_rank=20)),
     **on_both_paths("masked", masked(case("btree", 8, 7, 320, 3, 4))),
     **on_both_paths("masked, bfloat16", masked(rounded(torch.bfloat16))),
-    "masked, a rank": masked(with_rank(case("hmm", 8, 7, 300, 3, 4, token_rank=20))),
     "masked, components": masked(with_first(case("cp", 5, 32, 320, 3, 4), 16)),
     "128 components": case("btree", 8, 128, 300, 2, 3),
     "leaves with x_1": with_first(BLOCKS),
@@ -251,7 +236,6 @@ CASES: dict[str, Case] = {
     "components, padded": with_first(padded(), 16),
     "components, bfloat16": with_first(rounded(torch.bfloat16, 100), 67, torch.bfloat16),
     "components, tokens": with_first(case("cp", 5, 32, 320, 3, 4, token_rank=20), 16),
-    "components, a rank": with_first(with_rank(case("btree", 8, 7, 300, 3, 4)), 16),
     "several blocks, all ids": replace(BLOCKS, ids=torch.arange(700), one_launch=True),
     "several blocks, blocks, all ids": replace(BLOCKS, ids=torch.arange(700), one_launch=False),
 }
@@ -296,7 +280,7 @@ def _draft(case: Case, device: str) -> Drafts:
     evidence, leaf, root, *_ = case.params
     num_drafts, vocab_size = leaf.shape[1] - (evidence is None), case.vocab_size
     ids = moved(case.ids, device)
-    options = (noised_argmax, case.use_fp64, case.one_launch, case.shard, ids)
+    options = (noised_argmax, case.use_fp64, case.one_launch, ids)
     drafter = CircuitDrafter(case.program, root.shape[1], vocab_size, torch.device(device), *options)
     tokens = torch.full((len(root), num_drafts + 2), POISON, device=device)[:, :num_drafts]
     confidences = torch.full((len(root), num_drafts + 1), float("nan"), device=device)[:, :num_drafts]
@@ -335,7 +319,7 @@ def conditionals(asked: Case, tokens: Tensor, dtype: torch.dtype = torch.float32
         found.append(log_q)
         return tokens[:, k] if asked.ids is None else torch.searchsorted(asked.ids, tokens[:, k].contiguous())
 
-    naive.draft(asked.program, *asked.params, pick=follow, dtype=dtype, shard=asked.shard, ids=asked.ids)
+    naive.draft(asked.program, *asked.params, pick=follow, dtype=dtype, ids=asked.ids)
     return torch.stack(found, dim=1)
 
 

@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks: drafts from divided logits as on one rank, and failures that both ranks survive.
+"""Two tensor-parallel ranks: drafts as on one rank, and failures that both ranks survive.
 
 Processes over gloo, Model Runner V2's speculator on vLLM's own layers and groups; the kernels are interpreted.
 """
@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from tests.support import forks, speculators
 from tests.support.configs import engine_config
 from tests.support.speculators import Setting, batch, drafted, made_heads, speculator
-from vllm_mtpc.proposers.options import draft_memory
 
 TIMEOUT_S = 1200.0
 VOCAB = 1090  # divided into 2 x 576 columns, of which the second rank has 514 tokens
@@ -40,7 +39,6 @@ HEADS = {
 HEADS["low rank"] = HEADS["kernel"] | {"leaves": LM_HEAD | {"component_rank": 4}}
 HEADS["few ids"] = HEADS["low rank"] | {"ids": list(range(1, VOCAB, 2))}
 HEADS["mlp"] = HEADS["low rank"] | {"trunk": {"kind": "mlp", "width": 16}}
-GATHERED = ("kernel", "kernel with tokens", "low rank", "mlp")
 
 
 class Target(nn.Module):
@@ -121,8 +119,6 @@ def _drafted(setting: Setting, kind: str) -> list[Tensor | None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(Target, "kind", kind))
         stack.enter_context(mock.patch.object(speculators, "Target", Target))
-        if kind != "gathered":  # small batches too are divided
-            stack.enter_context(mock.patch.object(draft_memory, "GATHER_US", 0))
         made = stack.enter_context(speculator(setting))
         if made.draft_logits is not None:
             return drafted(made, BATCH, DRAFTS)
@@ -140,7 +136,6 @@ CASES = {
     "mlp, plain": ("mlp", None, "plain"),
     "few ids, plain": ("few ids", None, "plain"),
     "few ids, capped": ("few ids", None, "capped"),
-    **{f"{name}, gathered": (name, None, "gathered") for name in GATHERED},
     "kernel, bfloat16": ("kernel", {"head_dtype": "bfloat16"}, "plain"),
 }
 

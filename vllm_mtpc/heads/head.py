@@ -11,7 +11,6 @@ a draft vocabulary a leaf has columns for its ids only: q is 0 for all others. T
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any, ClassVar, NamedTuple
 
@@ -26,7 +25,6 @@ from vllm_mtpc.heads.leaves.base import INIT_STD, Leaves
 from vllm_mtpc.heads.trunk import TRUNKS
 from vllm_mtpc.heads.trunk.base import Trunk
 from vllm_mtpc.kernels.leaf import Bigram, LowRank, evidence_of
-from vllm_mtpc.kernels.shard import Shard
 
 STAY_PROBABILITY = 0.95  # of keeping the latent at initialisation: nearly a CP, and the softmax is not saturated
 
@@ -35,11 +33,11 @@ class DraftParams(NamedTuple):
     """The parameters of a batch of circuits for drafting after x_1; logits are not normalised."""
 
     evidence: Tensor | None  # [B, r] float32, log p(x_1 | z), 0 if it is the same for all z; None: `leaf` has x_1
-    leaf: Tensor  # [B, K, r, columns], logits of x_2 .. x_(1+K); of a head with a `leaf_shard` [B, K, r, rows]
+    leaf: Tensor  # [B, K, r, columns], logits of x_2 .. x_(1+K)
     root: Tensor  # [B, r], logits
     inner: Tensor  # [B, F, r, r], logits
     first: Tensor  # [B] int64, x_1
-    bigram: Bigram | None = None  # of K positions, over all columns also with a shard
+    bigram: Bigram | None = None  # of K positions
     low: LowRank | None = None  # differences of the components from `leaf`, which is then [B, K, 1, columns]
 
 
@@ -74,11 +72,6 @@ class Head(nn.Module):
         # on meta, even filling a tensor imports seconds worth of torch
         if not any(value.is_meta for value in self.parameters()):
             self.reset_parameters()
-
-    @property
-    def leaf_shard(self) -> Shard | None:
-        """The tokens that `draft_params` has logits of; None: all."""
-        return self.leaves.leaf_shard
 
     @property
     def vocabulary(self) -> DraftVocabulary | None:
@@ -158,14 +151,6 @@ class Head(nn.Module):
         can_pack = hasattr(self.leaves, "pack") and not self.trunk.is_per_position
         if can_pack and self.leaves.pack(num_positions, sums):
             self.root_weight = self.inner_weight = None
-
-    def undivided(self) -> Head:
-        """Return the head, or with a `leaf_shard` one of the same parameters whose ranks gather the logits."""
-        if self.leaf_shard is None:
-            return self
-        head = copy.copy(self)
-        head.__dict__["_modules"] = {**self._modules, "leaves": self.leaves.undivided()}
-        return head
 
     def forward(self, hidden: Tensor, first: Tensor | None = None, num_positions: int | None = None) -> CircuitParams:
         """Return CircuitParams of the first `num_positions` positions, x_1 included (None: all).

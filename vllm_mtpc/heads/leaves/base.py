@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from vllm_mtpc.circuits.base import Circuit
 from vllm_mtpc.heads.sections import Section
 from vllm_mtpc.kernels.leaf import Bigram, LowRank, evidence_of
-from vllm_mtpc.kernels.shard import Shard
 
 INIT_STD = 0.01
 TOKEN_STD = 0.1  # of token_source: rows must differ for token_target, which starts at 0, to learn anything
@@ -37,7 +36,6 @@ class Leaves(nn.Module, ABC):
     component_dims: ClassVar[dict[str, tuple[int, ...]]]  # dimensions of a parameter that run over components
     noise_in: str  # the parameter whose noise makes equal components differ
     component_rank: int = 0  # R_c of components by low-rank differences; 0: each component has its own leaves
-    leaf_shard: Shard | None = None  # the tokens that logits are computed of; None: all
 
     def __init__(
         self, options: Any, circuit: Circuit, skip: int, columns: int, vocab_size: int, hidden_size: int

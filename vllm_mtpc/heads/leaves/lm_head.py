@@ -17,7 +17,6 @@ the state: leaves start near the base, and both have a gradient.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
@@ -29,9 +28,7 @@ from torch import Tensor, nn
 from vllm_mtpc.errors import HeadConfigError
 from vllm_mtpc.heads.leaves.base import INIT_STD, Leaves, LeavesOptions
 from vllm_mtpc.heads.sections import FEW_IDS, MAX_WIDTH
-from vllm_mtpc.kernels import leaf
 from vllm_mtpc.kernels.leaf import LowRank
-from vllm_mtpc.kernels.shard import Shard
 
 
 class LmHeadOptions(LeavesOptions):
@@ -86,21 +83,9 @@ class LmHeadLeaves(Leaves):
             self.component_in.normal_().mul_(self.hidden_size**-0.5)
             self.component_out.normal_().mul_(0 if at_states else INIT_STD)
 
-    def bind_lm_head(self, logits: Callable[[Tensor], Tensor], shard: Shard | None = None) -> None:
-        """Set the target's lm_head: states [..., D] of any float dtype -> [..., columns], or [..., shard.rows]."""
-        self._lm_head, self.leaf_shard = (logits,), shard
-        if shard is not None and self.component_rank:  # every rank has as many columns
-            padding = shard.rows * shard.size - self.columns
-            self.component_out = nn.Parameter(F.pad(self.component_out.detach(), (0, padding)), requires_grad=False)
-
-    def undivided(self) -> LmHeadLeaves:
-        """Return the leaves of the same parameters whose ranks gather the logits; self without a shard."""
-        if (shard := self.leaf_shard) is None:
-            return self
-        columns, leaves = self._lm_head[0], copy.copy(self)  # parameters of self, also when they are replaced
-        leaves._lm_head = (lambda states: shard.whole(columns(states).flatten(0, -2)).unflatten(0, states.shape[:-1]),)
-        leaves.leaf_shard = None
-        return leaves
+    def bind_lm_head(self, logits: Callable[[Tensor], Tensor]) -> None:
+        """Set the target's lm_head: states [..., D] of any float dtype -> [..., columns]."""
+        self._lm_head = (logits,)
 
     def lm_head(self, states: Tensor) -> Tensor:
         """Return the target's logits [..., columns] of states [..., D]; raises HeadConfigError if none is bound."""
@@ -127,18 +112,10 @@ class LmHeadLeaves(Leaves):
         base = self.lm_head(read)
         if not self.component_rank:
             return base, None
-        at, begin = slice(start - self.skip, stop - self.skip), 0 if self.leaf_shard is None else self.leaf_shard.start
+        at = slice(start - self.skip, stop - self.skip)
         low = torch.einsum("bkd,kzcd->kbzc", read[:, :, 0], self.component_in[at]).transpose(0, 1)
-        return base, LowRank(low, self.component_out[at].narrow(2, begin, base.shape[3]))
+        return base, LowRank(low, self.component_out[at])
 
     def draft(self, states: Tensor, first: Tensor, stop: int) -> tuple[Tensor | None, Tensor, LowRank | None]:
-        """As in Leaves; with a shard the logits are this rank's columns [B, K, r, rows] and the evidence is exchanged.
-
-        Without a shard the leaf begins with that of x_1, and there is no evidence.
-        """
-        (base, low), shard = self.base(states, 0, stop), self.leaf_shard
-        if shard is None:
-            return None, base, low
-        at_first = base[:, :1] if low is None else low.positions(0, 1).leaves(base[:, :1])
-        terms = leaf.terms_of(at_first[:, 0, :, : shard.stop - shard.start], first - shard.start)
-        return shard.evidence(terms), base[:, 1:], low and low.positions(1)
+        """As in Leaves, but the leaf begins with that of x_1, and there is no evidence."""
+        return None, *self.base(states, 0, stop)

@@ -8,8 +8,8 @@ processor (`pack`). Such leaves can only draft.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +19,45 @@ from torch import Tensor, nn
 from vllm_mtpc.heads.leaves.base import INIT_STD, Leaves, LeavesOptions
 from vllm_mtpc.kernels import leaf
 from vllm_mtpc.kernels.leaf import LowRank
-from vllm_mtpc.kernels.shard import Shard
 
 # Minimum bytes of unembeddings that are divided over the ranks: reading them must cost more than the gather.
 # CPU: 22 GB/s against 0.24 to 0.6 ms of a gather (gloo, two ranks). GPU, not measured: 20 us at 3.3 TB/s.
 SHARD_BYTES, SHARD_BYTES_GPU = {"cpu": 16 << 20}, 64 << 20
+
+
+class Shard(NamedTuple):
+    """The part of one rank in unembeddings that a tensor-parallel group divides; all-gathers copy bits."""
+
+    rank: int
+    size: int  # of the group
+    vocab_size: int  # V
+    gather: Callable[[Tensor], Tensor]  # [B, X] of every rank -> [size * B, X], in order of rank
+
+    @property
+    def rows(self) -> int:
+        """Rows of every rank; the last ranks' rows may exceed the vocabulary."""
+        return -(-self.vocab_size // self.size)
+
+    @property
+    def start(self) -> int:
+        """First token of this rank."""
+        return min(self.rank * self.rows, self.vocab_size)
+
+    @property
+    def stop(self) -> int:
+        """Token after the last of this rank."""
+        return min(self.start + self.rows, self.vocab_size)
+
+    def join(self, terms: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return evidence [B, r] and logits [B, K, r, V] from `leaf.terms_of` and logits [B, K, r, rows]."""
+        batch, num_drafts, r, _ = logits.shape
+        own = F.pad(logits, (0, self.rows - logits.shape[3])).flatten(1)
+        numbers = terms.contiguous().flatten(1).view(logits.dtype)  # as bits: not rounded
+        sent, width = torch.cat([numbers, own], dim=1), numbers.shape[1]
+        parts = self.gather(sent).view(self.size, *sent.shape)
+        norms, picked = parts[..., :width].contiguous().view(torch.float32).view(self.size, batch, 2, r).unbind(2)
+        whole = parts[..., width:].unflatten(2, (num_drafts, r, self.rows)).permute(1, 2, 3, 0, 4).flatten(3)
+        return picked.amax(dim=0) - norms.logsumexp(dim=0), whole[..., : self.vocab_size]
 
 
 class OwnOptions(LeavesOptions):
