@@ -117,10 +117,12 @@ def _read_head(folder: Path, config: HeadConfig) -> tuple[Head, Adapters | None]
         meta = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         check_shapes(file, shapes_of(upgrade_tensors(meta, sees_first)), expected, source)
 
-    head.load_state_dict(upgrade_tensors(read_tensors(file, check), sees_first), assign=True)
+    tensors = upgrade_tensors(read_tensors(file, check), sees_first)
     if config.draft_vocab_size:
-        check_vocabulary(file, head.d2t, head.t2d)
-    return head, read_adapters(folder, config) if config.lora_layers else None
+        check_vocabulary(file, tensors["d2t"], tensors["t2d"])
+    adapters = read_adapters(folder, config) if config.lora_layers else None
+    head.load_state_dict(tensors, assign=True)  # after all checks
+    return head, adapters
 
 
 def check_vocabulary(file: Path, d2t: Tensor, t2d: Tensor) -> None:
