@@ -319,15 +319,16 @@ def measure_peer(name: str, batch: int) -> dict[str, Any]:
         return empty(count, dtype=torch.int64)
 
     with torch.no_grad(), mock.patch.object(torch.Tensor, "is_cuda", True), traced(batch) as count:
-        states = torch.mm(torch.cat([empty(rows, WIDTH) for _ in aux], dim=-1), served.fc.weight.T)
+        read_states = torch.cat([empty(rows, WIDTH) for _ in aux], dim=-1)
         if recurs:
+            states = torch.mm(read_states, served.fc.weight.T)
             for size in [rows] + [batch] * (drafts - 1):
                 F.embedding(positions(size), empty(151936, WIDTH))
                 F.linear(empty(size, WIDTH), second_half)
                 served(positions(size), states[:size])
                 draw(F.linear(states[:batch], lm_head))
         else:
-            served.write_context(states, positions(rows), [positions(rows)] * layers)
+            served.write_context(read_states, positions(rows), [positions(rows)] * layers)
             logits = F.linear(served(positions(rows), empty(rows, WIDTH))[: batch * drafts], lm_head)
             for _ in range(drafts if rank else 0):
                 draw(F.linear(F.embedding(positions(batch), bias_in), bias).add_(logits[:batch]))
