@@ -43,6 +43,11 @@ class HeadWorker(Worker):
                 vars(spec).update(method=method, model=model)
         extend_object(self.model_runner, derived(HeadModelRunner, self.model_runner.__class__)).begin()
 
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        # raises if too few KV blocks are left: before graphs are captured, and before there is a scheduler
+        self.vllm_config.speculative_config.reserved_blocks(self.vllm_config, kv_cache_config)
+        super().initialize_from_config(kv_cache_config)
+
     def swap_head(self, path: str) -> dict[str, Any]:
         """Serve the head in folder `path` from the next step on; on ServeConfigError nothing changes."""
         from vllm_mtpc.proposers.worker.swap import swap
