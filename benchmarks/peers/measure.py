@@ -57,11 +57,14 @@ def run(args: argparse.Namespace) -> int:
     if kept["rows"] and kept["commit"] != facts["commit"]:
         raise UsageError(f"--json {args.json} has rows of {kept['commit'][:8]}; name another file")
     row = {"name": args.name, **decoding, **training(decoding)}
+    if args.time:
+        row = next((one for one in kept["rows"] if one["name"] == args.name), None)
+        if row is None:
+            raise UsageError(f"--json {args.json} has no row {args.name}; measure it without --time first")
     engine = Engine(plan["target"], decoding)
     asked = choose(args.data, engine.llm.get_tokenizer())
     prompts = [prompt for _, prompt in asked]
     if args.time:
-        (row,) = (one for one in kept["rows"] if one["name"] == args.name)
         row |= engine.time(prompts[:: len(asked) // ALONE])
     else:
         row["tasks"] = [task for task, _ in asked]
