@@ -70,7 +70,7 @@ class Cell:
     trainer: Trainer
     optimizer: torch.optim.Optimizer
     layers: list[int]  # of the target that the trunk reads besides the last states; of lora, the one it starts at
-    seconds: float = 0.0
+    seconds: float = 0.0  # of processors, in its steps
 
     @property
     def options(self) -> TrainOptions:
@@ -270,7 +270,8 @@ def train(cells: list[Cell], options: TrainOptions, source: Recorded, folder: Pa
 
 
 def train_step(cells: list[Cell], batch: Windows, source: Recorded, step: int, steps: int) -> dict[str, float]:
-    """Take a step of every cell on the same windows; return the losses."""
+    """Take a step of every cell on the same windows; return the losses. The target's distribution counts for each."""
+    begun = time.process_time()
     longest, losses, shared = batch.tokens.shape[1], {}, dict[int, Tensor]()
     target, size = source.target, source.target.hidden_size
     order = (batch.row * batch.hidden.shape[1] + batch.start).argsort()
@@ -283,8 +284,9 @@ def train_step(cells: list[Cell], batch: Windows, source: Recorded, step: int, s
             if cell.head.columns not in shared:
                 ids = cell.head.vocabulary and cell.head.vocabulary.ids
                 shared[cell.head.columns] = target.logits_for(ids)(states) - own  # [B, n - skipped, columns]
+    common = time.process_time() - begun
     for cell in cells:
-        started, n, skip = time.perf_counter(), cell.options.window, cell.head.leaves.skip
+        started, n, skip = time.process_time() - common, cell.options.window, cell.head.leaves.skip
         for group in cell.optimizer.param_groups:
             group["lr"] = learning_rate(cell.options, step, steps)
         tokens, log_p = batch.tokens[:, :n], shared[cell.head.columns][:, skip - skipped : n - skipped]
@@ -296,7 +298,7 @@ def train_step(cells: list[Cell], batch: Windows, source: Recorded, step: int, s
         torch.nn.utils.clip_grad_norm_(cell.model.parameters(), MAX_NORM)
         cell.optimizer.step()
         cell.optimizer.zero_grad()
-        cell.seconds += time.perf_counter() - started
+        cell.seconds += time.process_time() - started
         losses[cell.name] = loss.item()
     return losses
 
