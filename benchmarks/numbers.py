@@ -94,24 +94,6 @@ def gpu_drafts() -> str:
     return table("head", lines, ["draft ms", "weights read, ms", "step of the target, ms", "draft / step"])
 
 
-def distributions() -> str:
-    """Return the cases of Model Runner V2: of the requests the one furthest from its distribution (of faults: nearest).
-
-    Distances are compared by their floors.
-    """
-    lines = []
-    for name, case in sorted(content("distribution-v2")["cases"].items()):
-        if name.startswith("V1: "):
-            continue
-        by_share = sorted(case["rows"], key=lambda row: row["distance"] / row["floor"] if row["floor"] else 0)
-        row = by_share[0 if name.startswith("fault") else -1]
-        accepted = "" if case["acceptance"] is None else f"{case['acceptance']:.0%}"
-        found = [f"{row['distance']:.4f}", f"{row['floor']:.4f}", row["setting"]]
-        verdicts = ", ".join(sorted({one["verdict"] for one in case["rows"]}))
-        lines.append([name, accepted, f"{len(case['rows'])} x {row['draws']:,}", *found, verdicts])
-    return table("setting", lines, ["drafts accepted", "kinds x draws", "TV", "floor", "of", "verdict"])
-
-
 BLOCKS: dict[str, Callable[[], str]] = {
     **serve_tables.BLOCKS,
     **result_tables.BLOCKS,
@@ -120,7 +102,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "pass costs": pass_costs,
     "launches": launches,
     "gpu drafts": gpu_drafts,
-    "distributions": distributions,
     **peers.BLOCKS,
 }
 

@@ -107,24 +107,6 @@ def steps(name: str) -> str:
     return table("head|K", [[*key, *map(line.get, columns)] for key, line in lines.items()], list(columns))
 
 
-def training() -> str:
-    """Return speed and memory of optimiser steps."""
-    lines = []
-    for row in content("training-cpu")["rows"]:
-        shape = row["shape"]
-        sizes = [f"{shape[key]:,}" for key in ("vocab_size", "hidden_size", "window", "components")]
-        gib = [f"{row[key] / 2**30:.2f}" for key in ("peak_bytes", "expected_bytes")]
-        rest = [
-            shape.get("leaves") or shape["head"],
-            millions(row["parameters"]),
-            f"{shape['windows']:,}",
-            f"{shape['chunk']:,}",
-        ]
-        lines.append([shape["name"], *sizes, *rest, *gib, f"{row['window_tokens_per_second']:,.0f}"])
-    columns = ["head", "parameters", "windows", "chunk", "peak GiB", "formula GiB", "window tokens/s"]
-    return table("shape|V|D|n|r", lines, columns)
-
-
 BLOCKS: dict[str, Callable[[], str]] = {
     "parts": partial(parts, "smollm2-grid", also=("smollm2-seeds",)),
     "parts factors": partial(parts, "smollm2-factors", also=("smollm2-seeds",)),
@@ -134,5 +116,4 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "tasks": partial(tasks, "smollm2-head"),
     "lost": lost,
     "milliseconds": partial(steps, "smollm2-step"),
-    "training": training,
 }

@@ -7,11 +7,9 @@ interval of the median.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable
 from functools import cache, partial
-from statistics import fmean, median, stdev
 from typing import Any
 
 from benchmarks.demo import demo_heads
@@ -19,9 +17,6 @@ from vllm_mtpc.engine import provenance
 
 CELLS = [(temperature, clients) for temperature in (1.0, 0.0) for clients in (1, 4, 16)]
 COLUMNS = [f"T={temperature:g}, c={clients}" for temperature, clients in CELLS]
-TARGETS = ("qwen3", "neox", "bytes", "phi3")
-GOAL = 0.97  # of plain vLLM, and of the best fixed number of drafts
-UNDRAFTED_GOAL = 0.98  # of the CPU seconds of plain vLLM, with K=0
 
 Rows = dict[str, dict[tuple[float, int], dict[str, Any]]]  # by decoding, then temperature and clients
 
@@ -78,29 +73,12 @@ def served(name: str, has_steps: bool = False) -> str:
     return table("", lines)
 
 
-def identical(ours: bool, name: str = "serve-demo-cpu") -> str:
+def identical(name: str, ours: bool) -> str:
     """Return how many greedy outputs equal plain vLLM's; a decoding has one check for all its cells."""
     found = [one[0.0, 1] for one in read(name).values()]
     checks = [row["identical"] for row in found if row["identical"] and row["ours"] == ours]
     same, asked = map(sum, zip(*checks, strict=True))
     return f"{same:,} of {asked:,}"
-
-
-def others() -> str:
-    """Return the table of the other targets and what it shows."""
-    lines = []
-    for target in TARGETS:
-        for name, row in read(f"other-{target}-cpu").items():
-            shown = [show(row[cell], has_range=name == "default", has_steps=True) for cell in CELLS]
-            lines.append([target, name, *shown])
-    return table("target|decoding", lines) + "\n" + "\n".join(findings()) + "\n"
-
-
-def span() -> str:
-    """Return the range of default serving on the other targets, and the share of slower cells."""
-    found = [row["speedup"] for target in TARGETS for row in read(f"other-{target}-cpu")["default"].values()]
-    slower = sum(speedup < 1 for speedup in found)
-    return f"{min(found):.2f}x to {max(found):.2f}x; {slower} of {len(found)} cells are slower than plain vLLM"
 
 
 def draft() -> str:
@@ -120,55 +98,9 @@ def draft() -> str:
     )
 
 
-def findings() -> list[str]:
-    """Return sentences on default serving, over all cells of the other targets."""
-    plain: list[list[float]] = []
-    fixed: list[list[float]] = []
-    never: list[list[float]] = []
-    checked: list[list[int]] = []
-    for target in TARGETS:
-        rows = read(f"other-{target}-cpu")
-        checked.append(rows["default"][0.0, 1]["identical"])
-        for cell in CELLS:
-            default = rows["default"][cell]
-            plain.append(default["speedups"])
-            numbers = [rows[name][cell] for name in rows if name.startswith(("K=", "every"))]
-            best = max(numbers, key=lambda row: row["tokens_per_second"])
-            fixed.append([a / b for a, b in zip(default["speedups"], best["speedups"], strict=True)])
-            cpu = zip(rows["plain"][cell]["cpu_seconds"], rows["K=0"][cell]["cpu_seconds"], strict=True)
-            never.append([a / b for a, b in cpu])
-    same, asked = map(sum, zip(*checked, strict=True))
-    return [
-        f"* Default serving against plain vLLM: {count(plain)}",
-        f"* Against the best of the fixed numbers of drafts, chosen per cell afterwards: {count(fixed)}",
-        f"* CPU seconds of plain vLLM over those with K=0: {count(never, UNDRAFTED_GOAL)}",
-        f"* {same} of {asked} greedy outputs of default serving equal plain vLLM's.",
-    ]
-
-
-def count(cells: list[list[float]], goal: float = GOAL) -> str:
-    """Return how many cells reach the goal, from the ratios of their rounds, and the geometric mean with its error."""
-    medians = [median(ratios) for ratios in cells]
-    reached = sum(value >= goal for value in medians)
-    below = sum(max(ratios) < goal for ratios in cells)
-    logs = [math.log(value) for value in medians]
-    mean, error = math.exp(fmean(logs)), stdev(logs) / len(logs) ** 0.5
-    slower = sum(value < 1 for value in medians)
-    return (
-        f"{min(medians):.2f}x to {max(medians):.2f}x; {reached} of {len(cells)} cells reach {goal}x by the median, "
-        f"{slower} are below 1x; below {goal}x in every round: {below}; "
-        f"geometric mean {mean:.3f}x ± {mean * error:.3f}."
-    )
-
-
 BLOCKS: dict[str, Callable[[], str]] = {
     "headline": headline,
-    "span": span,
-    "demo": partial(served, "serve-demo-cpu"),
     "chat": partial(served, "serve-smollm2-cpu", has_steps=True),
-    "identical chat": partial(identical, ours=True, name="serve-smollm2-cpu"),
-    "identical": partial(identical, ours=True),
-    "identical ngram": partial(identical, ours=False),
-    "others": others,
+    "identical chat": partial(identical, "serve-smollm2-cpu", ours=True),
     "draft": draft,
 }

@@ -29,10 +29,6 @@ for _name, _value in ENGINE_DEFAULTS.items():
     os.environ.setdefault(_name, _value)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--distributions", type=Path, metavar="FILE", help="keep measured distributions as JSON")
-
-
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: over a minute, or many engines; scripts/test.sh runs it only with --all")
 

@@ -69,10 +69,8 @@ def test_distribution_of_the_first_tokens(place: tuple[Path, LlamaForCausalLM], 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_distribution_of_all_tokens(place: Any, name: str, request: pytest.FixtureRequest) -> None:
-    measured = measure(*place, name, DRAWS)
-    if file := request.config.getoption("--distributions"):
-        distribution_cases.keep(measured, file)
+def test_distribution_of_all_tokens(place: Any, name: str) -> None:
+    measure(*place, name, DRAWS)
 
 
 def test_ignored_setting_would_be_found(place: tuple[Path, LlamaForCausalLM]) -> None:
