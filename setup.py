@@ -20,7 +20,7 @@ REPOSITORY = os.environ.get("MTPC_REPOSITORY", "").rstrip("/")
 
 # Every imported package is listed, also if vLLM or transformers install it (tests/test_packaging.py).
 MODEL = ["torch>=2.9", "transformers>=5.0", "tokenizers>=0.22"]
-SERVE = [*MODEL, "psutil>=6", "xgrammar>=0.1.30", "fastapi>=0.115"]
+SERVE = [*MODEL, "psutil>=6", "xgrammar>=0.1.30"]
 TRAIN = [
     *MODEL,
     "jinja2>=3.1",
@@ -49,7 +49,6 @@ EXTRAS = {
         "openai>=2",
         "msgspec>=0.19",
         "compressed-tensors>=0.12",
-        "starlette>=1.0",
         "mypy>=1.15",
         "nbclient>=0.10",  # runs docs/notebook
         "nbformat>=5.10",

@@ -258,7 +258,7 @@ def adapt_layers(layers: nn.ModuleList, gate: Gate) -> None:
                 sizes = getattr(base, "output_sizes", None) or [base.output_size]
                 with torch.device("meta"), set_default_torch_dtype(DTYPE):
                     parts = [(torch.empty(LORA_RANK, base.input_size), torch.empty(size, LORA_RANK)) for size in sizes]
-                setattr(parent, name, GatedLinear(name, base, parts, 1.0, gate))
+                setattr(parent, name, GatedLinear(base, parts, 1.0, gate))
 
 
 def measure_pass(name: str, batch: int) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_mtpc.proposers.options import versions
-from vllm_mtpc.proposers.patches.vllm_patches import EVERY_PROCESS, WITH_HEAD, WITH_HEAD_SWAP
+from vllm_mtpc.proposers.patches.vllm_patches import EVERY_PROCESS, WITH_HEAD
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("proposers", "vllm_mtpc")
@@ -160,8 +160,7 @@ class Finding:
 
 
 def replaced(sources: Sources) -> Iterator[Finding]:
-    patches = (*EVERY_PROCESS, *WITH_HEAD, *WITH_HEAD_SWAP)
-    for patch in (one for one in patches if sources.minor() >= one.since):
+    for patch in (one for one in (*EVERY_PROCESS, *WITH_HEAD) if sources.minor() >= one.since):
         found = sources.find(patch.module, patch.attribute)
         if found is None:
             yield Finding("replaced", patch.key, "gone", patch.function.__doc__ or "")

@@ -59,7 +59,6 @@ def tests(programme: Programme) -> list[Part]:
         tested("grammar-distribution", 200, "tests/e2e/test_grammar.py", "-k", "v2 and distribution"),
         tested("seeds", 240, "tests/e2e/test_seeds.py", "-k", "v2"),
         tested("states", 240, "tests/e2e/test_states.py", "-m", "not slow"),
-        tested("swap", 120, "tests/e2e/test_swap.py", "-k", "equal_shape"),
         tested("ptp", 420, "tests/e2e/test_ptp.py"),
         tested(
             "ptp-distribution",

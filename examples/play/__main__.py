@@ -27,8 +27,8 @@ PROMPT, BYTES_PROMPT = "Write a short poem about a lighthouse.", "def read_lines
 def main(words: list[str] | None = None) -> int:
     parser = Parser(prog="python -m examples.play", description="Show plain vLLM and a head on a web page.")
     add = parser.add_argument
-    add("--target", metavar="MODEL", help="folder or hub name (default: the target of the first head)")
-    add("--head", action="append", default=[], help="folder or hub name; repeatable (default: the demo's)")
+    add("--target", metavar="MODEL", help="folder or hub name (default: the target of the head)")
+    add("--head", metavar="HEAD", help="folder or hub name (default: the demo's)")
     add("--port", type=int, default=8600, help="of the page (8600)")
     add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine only)")
     add("engine", nargs="*", metavar="-- FLAG", help="flags of `vllm serve`")
@@ -36,34 +36,33 @@ def main(words: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run two servers, of the target alone and with the first head, and serve the page until Ctrl+C."""
+    """Run two servers, of the target alone and with the head, and serve the page until Ctrl+C."""
     if args.target and not args.head:
         raise UsageError("--target without --head: name the head that is to draft for it, --head HEAD_FOLDER")
     is_bytes = not args.head and not demo.CHAT_FOLDER.exists()
     packaged = "btree" if is_bytes else demo.CHAT
-    folders = {head: resolve_head(head) for head in args.head} or {packaged: demo.path(packaged)}
+    folder = resolve_head(args.head) if args.head else demo.path(packaged)
     if not args.head and not is_bytes:
         args.target = str(demo.CHAT_FOLDER)
-    first = next(iter(folders.values()))
-    config = read_config(first)
-    target = args.target or str(resolve_verifier(first, config.speculators_config.verifier.name_or_path))
+    config = read_config(folder)
+    target = args.target or str(resolve_verifier(folder, config.speculators_config.verifier.name_or_path))
     engine = [*(() if args.head else DEMO_ENGINE), *args.engine]
-    spec = {"method": config.speculators_model_type, "model": str(first)}
+    spec = {"method": config.speculators_model_type, "model": str(folder)}
     drafting = ["--speculative-config", json.dumps(spec), "--per-request-spec-decode-metrics", "summary"]
     arguments = {"plain": [target, *engine], "head": [target, *engine, *drafting]}
-    environment = {"MTPC_ALLOW_HEAD_SWAP": "1", "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0")}
+    environment = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0")}
     environment[API_KEY] = os.environ.get(API_KEY, "")  # the page's requests have it
     if args.host not in ("127.0.0.1", "localhost", "::1"):
         reach = f"everyone who reaches it uses the servers with your {API_KEY}"
         print(f"warning: --host {args.host}: {reach}", file=sys.stderr)
-    print(f"starting two servers of {target}, plain and with {first.name}; this takes a minute", flush=True)
+    print(f"starting two servers of {target}, plain and with {folder.name}; this takes a minute", flush=True)
     with tempfile.TemporaryDirectory() as logs, contextlib.ExitStack() as stack, ThreadPoolExecutor() as pool:
 
         def start(name: str) -> str:
             return stack.enter_context(run_server(arguments[name], Path(logs) / f"{name}.log", environment)).url
 
         plain, head = pool.map(start, arguments)
-        play = Play(Path(target).name, plain, head, folders, BYTES_PROMPT if is_bytes else PROMPT)
+        play = Play(Path(target).name, plain, head, args.head or packaged, BYTES_PROMPT if is_bytes else PROMPT)
         print(f"open http://{args.host}:{args.port} (Ctrl+C ends it)", flush=True)
         web.run_app(play.app(args.host), host=args.host, port=args.port, print=None)
     return 0

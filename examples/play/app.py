@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +43,13 @@ class Play:
         target: its name on the page.
         plain: address of the server without drafts.
         head: address of the server with a head.
-        folders: of the heads that this server can have, by their names on the page; it starts with the first one.
+        name: of the head on the page.
         prompt: that the page starts with.
     """
 
-    def __init__(self, target: str, plain: str, head: str, folders: Mapping[str, Path], prompt: str) -> None:
-        self.target, self.prompt = target, prompt
-        self.urls, self.folders = {"plain": plain, "head": head}, folders
+    def __init__(self, target: str, plain: str, head: str, name: str, prompt: str) -> None:
+        self.target, self.name, self.prompt = target, name, prompt
+        self.urls = {"plain": plain, "head": head}
         self.session: aiohttp.ClientSession  # while the app runs
 
     def app(self, host: str = "localhost") -> web.Application:
@@ -62,7 +62,6 @@ class Play:
                 web.get("/", self.page),
                 web.get("/settings", self.settings),
                 web.post("/ask/{side:plain|head}", self.ask),
-                web.post("/switch", self.switch),
             ]
         )
         return app
@@ -84,9 +83,8 @@ class Play:
             raise web.HTTPUnsupportedMediaType(text="the body must have the type application/json")
         try:
             return await handler(request)
-        except (ValidationError, IndexError) as error:
-            reason = one_line(error, Asked) if isinstance(error, ValidationError) else "there is no such head"
-            return web.json_response({"error": f"not what this page sends: {reason}"}, status=400)
+        except ValidationError as error:
+            return web.json_response({"error": f"not what this page sends: {one_line(error, Asked)}"}, status=400)
 
     async def page(self, request: web.Request) -> web.Response:
         nonce = secrets.token_urlsafe()
@@ -96,16 +94,16 @@ class Play:
     async def settings(self, request: web.Request) -> web.Response:
         """Return the settings that the page starts with."""
         plain, head = self.urls.values()
-        shown: dict[str, Any] = {"target": self.target, "prompt": self.prompt, "tokens": None, "chat": False}
-        drafts = None  # at most in a step
+        shown: dict[str, Any] = {"target": self.target, "head": self.name, "prompt": self.prompt}
+        shown |= {"drafts": None, "tokens": None, "chat": False}  # drafts: at most in a step
         with contextlib.suppress(EngineFailed):
             async with answer(self.session, f"{head}/metrics") as response:
-                drafts = len(Acceptance.read(await response.text()).accepted_per_position) or None
+                shown["drafts"] = len(Acceptance.read(await response.text()).accepted_per_position) or None
             async with answer(self.session, f"{plain}/v1/models") as response:
                 shown["tokens"] = (await response.json())["data"][0]["max_model_len"]
             async with answer(self.session, f"{plain}/tokenize", json={"messages": [{"role": "user", "content": "a"}]}):
                 shown["chat"] = True  # vLLM has a chat template for this model
-        return web.json_response({**shown, "heads": [{"name": name, "drafts": drafts} for name in self.folders]})
+        return web.json_response(shown)
 
     async def ask(self, request: web.Request) -> web.StreamResponse:
         """Stream a line of JSON for each of `steps`, or {"error"}."""
@@ -122,21 +120,6 @@ class Play:
         except ConnectionError:  # the page was closed, or Stop was pressed: returning cancels the request
             pass
         return response
-
-    async def switch(self, request: web.Request) -> web.Response:
-        """Change the head of the server."""
-        name = list(self.folders)[Chosen.model_validate_json(await request.read()).head]
-        try:
-            async with answer(self.session, f"{self.urls['head']}/mtpc/head", json={"path": str(self.folders[name])}):
-                return web.json_response({"head": name})
-        except EngineFailed as error:
-            return web.json_response({"error": str(error)}, status=502)
-
-
-class Chosen(BaseModel):
-    """A head, by its index in the page's list."""
-
-    head: int = Field(ge=0)
 
 
 class Asked(BaseModel):

@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 AUTO = "MTPC_AUTO"  # serve a target with the head that it bundles (default: on)
-SWAP = "MTPC_ALLOW_HEAD_SWAP"  # add POST /mtpc/head to `vllm serve`
 REQUEST_DRAFTS = "MTPC_REQUEST_DRAFTS"  # let a request have fewer drafts than the engine makes (default: on)
 
 logger = logging.getLogger("vllm.mtpc")

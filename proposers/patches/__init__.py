@@ -5,7 +5,6 @@ from __future__ import annotations
 
 def install() -> None:
     """Apply the patches of every process; each takes effect when vLLM imports its module."""
-    from vllm_mtpc.proposers.options.switches import SWAP, is_on
     from vllm_mtpc.proposers.patches import patch, vllm_patches
 
-    patch.apply(*vllm_patches.EVERY_PROCESS, *(vllm_patches.WITH_HEAD_SWAP if is_on(SWAP, "0") else ()))
+    patch.apply(*vllm_patches.EVERY_PROCESS)

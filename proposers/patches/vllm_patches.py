@@ -194,17 +194,6 @@ def ray_spec_decoding_prom(original: type) -> type:
     return spec_decoding_prom.function(original)
 
 
-@patch("vllm.entrypoints.launchers.app", "attach_endpoint_plugins", needs=("app", "supported_tasks"))
-def attach_endpoint_plugins(original: Callable[..., None], app: Any, supported_tasks: Any) -> None:
-    """Serve POST /mtpc/head; vLLM's own plugins of endpoints log a warning in every server."""
-    from vllm_mtpc.proposers.patches.endpoint import HeadEndpoint
-
-    original(app, supported_tasks)
-    ours = HeadEndpoint()
-    ours.attach_router(app)
-    app.state.endpoint_plugins = [*app.state.endpoint_plugins, ours]
-
-
 @patch("vllm.v1.worker.gpu.model_runner", "init_speculator", needs=("vllm_config", "device"))
 def init_speculator(original: Callable[..., Any], vllm_config: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
     """Build our speculator; vLLM's factory has a closed list. Applied in a worker of Model Runner V2."""
@@ -330,4 +319,3 @@ WITH_HEAD: tuple[Patch, ...] = (
     ray_spec_decoding_prom,
     init_speculator,
 )
-WITH_HEAD_SWAP: tuple[Patch, ...] = (attach_endpoint_plugins,)

@@ -47,18 +47,3 @@ class HeadWorker(Worker):
         # raises if too few KV blocks are left: before graphs are captured, and before there is a scheduler
         self.vllm_config.speculative_config.reserved_blocks(self.vllm_config, kv_cache_config)
         super().initialize_from_config(kv_cache_config)
-
-    def swap_head(self, path: str) -> dict[str, Any]:
-        """Serve the head in folder `path` from the next step on; on ServeConfigError nothing changes."""
-        from vllm_mtpc.proposers.worker.swap import swap
-
-        return swap(self.model_runner, path)
-
-    def try_swap_head(self, path: str) -> dict[str, Any]:
-        """Call `swap_head`; return {"error": message} instead of raising, for callers in another process."""
-        from vllm_mtpc.errors import MtpcError
-
-        try:
-            return self.swap_head(path)
-        except MtpcError as error:
-            return {"error": str(error)}

@@ -7,7 +7,6 @@ probabilities, which vLLM's rejection sampler receives, are normalised after tem
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 
-from vllm_mtpc.heads.head import Head
 from vllm_mtpc.kernels.draft import naive, probabilities
 from vllm_mtpc.kernels.pick.naive import of_mass
 from vllm_mtpc.proposers.options.request_options import max_drafts
@@ -86,29 +84,14 @@ class MtpcProposer:
 
     def load_model(self, target_model: nn.Module) -> None:
         spec, device = self.vllm_config.speculative_config, next(target_model.parameters()).device
-        self.model = self._load_head(spec.model_folder, target_model)
+        # reading leaf weights is most of a draft on a CPU; the conditionals are float32 in any case
+        is_halved = device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        dtype = torch.bfloat16 if is_halved else self.target_dtype
+        self.model = load_served_head(spec, dtype, device, target_model, self.target_dtype)
         shape = self.vllm_config.scheduler_config.max_num_seqs, self.num_drafts
         if self.is_probabilistic:
             self.draft_probs = torch.zeros(*shape, self.model.vocab_size, dtype=torch.float32, device=device)
         log_drafts(self.vllm_config, "NONE")
-
-    def prepare_swap(self, spec: Any, target_model: nn.Module) -> Callable[[], None]:
-        """Load the head of another configuration; return what makes it the served one (worker/swap.py)."""
-        head = self._load_head(spec.model_folder, target_model)
-
-        def activate() -> None:
-            self.model = head
-            if self.is_probabilistic:  # drafts of the last step are verified with the old numbers
-                self.draft_probs = torch.zeros_like(self.draft_probs)
-
-        return activate
-
-    def _load_head(self, folder: str, target_model: nn.Module) -> Head:
-        spec, device = self.vllm_config.speculative_config, next(target_model.parameters()).device
-        # reading leaf weights is most of a draft on a CPU; the conditionals are float32 in any case
-        is_halved = device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        dtype = torch.bfloat16 if is_halved else self.target_dtype
-        return load_served_head(folder, spec, dtype, device, target_model, self.target_dtype)
 
     def update_requests(self, scheduler_output: Any) -> None:
         """Add the requests that a step starts, and remove those that have ended."""

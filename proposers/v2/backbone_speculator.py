@@ -125,8 +125,8 @@ class BackboneSpeculator(MtpcSpeculator):
         attention = replace_attributes(self.vllm_config.attention_config, use_non_causal=True)
         return replace_attributes(self.vllm_config, attention_config=attention)
 
-    def _load_head(self, target_model: nn.Module, folder: str) -> Head:
-        head = super()._load_head(target_model, folder)
+    def _load_head(self, target_model: nn.Module) -> Head:
+        head = super()._load_head(target_model)
         # the backbone runs eagerly, with the device's kernels
         compilation = replace_attributes(
             self.vllm_config.compilation_config, mode=CompilationMode.NONE, custom_ops=["all"]

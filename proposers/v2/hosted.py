@@ -112,8 +112,8 @@ class HostedSpeculator(MtpcSpeculator):
         self.host.load_model(target_model)
         return super().load_draft_model(target_model, target_attn_layer_names)
 
-    def _load_head(self, target_model: nn.Module, folder: str) -> Head:
-        return super()._load_head(self.host.lm_head or self.host.model, folder)
+    def _load_head(self, target_model: nn.Module) -> Head:
+        return super()._load_head(self.host.lm_head or self.host.model)
 
     def set_attn(self, *args: Any) -> None:
         super().set_attn(*args)

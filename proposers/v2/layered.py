@@ -13,9 +13,7 @@ the final norm. Rows of rejected drafts write wrong states, which the next step 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +24,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from vllm_mtpc.checkpoint.load import read_adapters
 from vllm_mtpc.errors import CheckpointError
-from vllm_mtpc.proposers.v2.lora import Gate, Replace, copy_adapted, copy_modules, prepare_adapters
+from vllm_mtpc.proposers.v2.lora import Gate, Replace, copy_adapted, copy_modules
 from vllm_mtpc.proposers.v2.speculator import MtpcSpeculator, TargetPass
 from vllm_mtpc.proposers.worker.load import kept
 
@@ -84,19 +82,6 @@ class LayeredSpeculator(MtpcSpeculator):
         head.kept_layers = kept(self.layers.buffers())
         target_model.set_aux_hidden_state_layers((self.layers.first,))
         return head
-
-    @torch.inference_mode()
-    def prepare_swap(self, made: Any, target_model: nn.Module) -> Callable[[], None]:
-        activate_head = super().prepare_swap(made, target_model)
-        info = read_adapters(Path(made.model_folder), made.head)
-        lora = {name: value.to(self.device, self.dtype) for name, value in info.tensors.items()}
-        copy_adapters = prepare_adapters(self.layers, lora, info.alpha / info.rank, target_model)
-
-        def activate() -> None:
-            activate_head()
-            copy_adapters()
-
-        return activate
 
     def _read_states(self, done: TargetPass) -> Tensor:
         (states,), metadata, slots = done.aux_states, done.attn_metadata, done.slot_mappings

@@ -54,11 +54,9 @@ class Gate:
 class GatedLinear(nn.Module):
     """A vLLM linear layer with adapters on the rows of `gate`; parts: (A [r, in], B [out part, r]) of this rank."""
 
-    def __init__(
-        self, name: str, base: LinearBase, parts: Sequence[tuple[Tensor, Tensor]], scale: float, gate: Gate
-    ) -> None:
+    def __init__(self, base: LinearBase, parts: Sequence[tuple[Tensor, Tensor]], scale: float, gate: Gate) -> None:
         super().__init__()
-        self.name, self.base, self.gate = name, base, gate
+        self.base, self.gate = base, gate
         self.is_split_input = isinstance(base, RowParallelLinear) and base.tp_size > 1
         # buffers: vLLM keeps them over a sleep of level 2
         self.register_buffer("down", torch.cat([down for down, _ in parts]), persistent=False)  # [parts * r, in]
@@ -105,36 +103,7 @@ def adapt_linear(
         if rows.stop is not None and rows.stop > up.shape[0]:
             raise CheckpointError(f"{part}: the adapter has {up.shape[0]} outputs, too few; use a head of this target")
         parts.append((down, up[rows].contiguous()))
-    return GatedLinear(name, base, parts, scale, gate)
-
-
-def prepare_adapters(tree: nn.Module, lora: dict[str, Tensor], scale: float, target: nn.Module) -> Callable[[], None]:
-    """Return the function that copies new adapters over those of `tree`; CheckpointError: they do not fit."""
-    left, packed = dict(lora), getattr(target, "packed_modules_mapping", {})
-    layers = {layer.name: layer for layer in tree.modules() if isinstance(layer, GatedLinear)}
-    pairs = [(layer, adapt_linear(name, layer.base, left, packed, scale, layer.gate)) for name, layer in layers.items()]
-    check_no_adapter_left(left, target)
-    for old, new in pairs:
-        if new is old.base:
-            raise CheckpointError(f"the head does not adapt {old.name}, the served one does; restart the server")
-        shapes = [[tuple(part.shape) for part in layer.buffers(False)] for layer in (old, new)]
-        if shapes[0] != shapes[1]:
-            reason = f"has shapes {shapes[1]}, the served head {shapes[0]}; serve this head in a server of its own"
-            raise CheckpointError(f"the adapter of {old.name} {reason}")
-
-    def copy_all() -> None:
-        for old, new in pairs:
-            for tensor, source in zip(old.buffers(False), new.buffers(False), strict=True):
-                tensor.copy_(source)
-
-    return copy_all
-
-
-def check_no_adapter_left(left: dict[str, Tensor], target: nn.Module) -> None:
-    """Raise CheckpointError if an adapter has no layer in the target."""
-    if left:
-        absent = f"{sorted(left)[0]}, which {type(target).__name__} of vLLM does not have ({len(left)} such tensors)"
-        raise CheckpointError(f"the head adapts {absent}; use a head of this target")
+    return GatedLinear(base, parts, scale, gate)
 
 
 def _output_shards(base: LinearBase, num_parts: int) -> list[slice]:
@@ -173,7 +142,9 @@ def copy_adapted(
         return copy_with_kernel(module) if twin is None else twin
 
     copies = [copy_modules(module, name, replace) for name, module in modules.items()]
-    check_no_adapter_left(left, target)
+    if left:
+        absent = f"{sorted(left)[0]}, which {type(target).__name__} of vLLM does not have ({len(left)} such tensors)"
+        raise CheckpointError(f"the head adapts {absent}; use a head of this target")
     return copies
 
 

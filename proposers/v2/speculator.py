@@ -21,7 +21,6 @@ from functools import partial
 from itertools import product
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
@@ -45,7 +44,6 @@ from vllm_mtpc.proposers.v2.gather import gather_inputs
 from vllm_mtpc.proposers.v2.verification import DRAFTING, HeadSampler, needs_fresh_noise, step_seeds, with_sampler
 from vllm_mtpc.proposers.worker.grammar_masks import Masks, StructuredRequests
 from vllm_mtpc.proposers.worker.load import kept, load_served_head, weights_dtype
-from vllm_mtpc.proposers.worker.swap import copy_tensors
 
 
 def eager_priorities(vllm_config: VllmConfig) -> IrOpPriorityConfig:
@@ -219,6 +217,7 @@ class MtpcSpeculator(HeadSpeculator):
     """The drafts of a circuit head."""
 
     copies_states = True
+    model: Head
     attends: ClassVar[bool] = False  # whether the draft's graph has attention, which some backends do not capture
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
@@ -229,7 +228,6 @@ class MtpcSpeculator(HeadSpeculator):
         self.is_drawn = self.draft_logits is not None  # else drafts are the argmax
         if self.speculative_config.verify == "coupled":  # no draft is scored
             self.draft_logits: Tensor | None = None
-        self.is_stale = np.zeros(self.max_num_reqs, dtype=bool)  # slots whose log q is that of a head before a swap
         self.states: Any = None  # CoupledStates; None: no request is coupled
         self.stream.fill_(DRAFTING)
         self.structured: StructuredRequests | None = None  # None: drafts are not masked with grammars
@@ -240,15 +238,7 @@ class MtpcSpeculator(HeadSpeculator):
         return weights_dtype(self.speculative_config.head_dtype, self.dtype), fill
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
-        head = self._load_head(target_model, self.speculative_config.model_folder)
-        self._set_head(head)
-        self.set_sampler(HeadSampler, target_model, "states")
-        return head
-
-    def _load_head(self, target_model: nn.Module, folder: str) -> Head:
-        return load_served_head(folder, self.speculative_config, self.dtype, self.device, target_model, self.dtype)
-
-    def _set_head(self, head: Head) -> None:
+        head = self._load_head(target_model)
         logits_dtype = self.dtype if head.leaves.needs_lm_head else head.hidden_dtype
         sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or ()
         most, arms = self.num_speculative_steps, self.speculative_config.arms
@@ -258,28 +248,11 @@ class MtpcSpeculator(HeadSpeculator):
         in_blocks = not self.drafter.one_launch
         self.rows_at_once = rows_at_once(head, self.drafts_by_batch, most, logits_dtype, sizes, arms, in_blocks)
         head.kept = kept((*head.parameters(), self.drafter.program, *(head.vocabulary or ())))
+        self.set_sampler(HeadSampler, target_model, "states")
+        return head
 
-    @property
-    def keeps_shapes(self) -> bool:
-        """Whether a swapped head must have the served one's shapes: CUDA graphs and measured memory depend on them."""
-        return self.device.type != "cpu"
-
-    @torch.inference_mode()
-    def prepare_swap(self, made: Any, target_model: nn.Module) -> Callable[[], None]:
-        """Load the head of another speculative config; return what activates it (`worker/swap.py`)."""
-        head = self._load_head(target_model, made.model_folder)
-
-        def activate() -> None:
-            self.is_stale[:] = head.vocabulary is not None
-            if not self.keeps_shapes:
-                self.model: Head = head
-                self._set_head(head)
-                return
-            copy_tensors(self.model, head)
-            for old, new in zip(self.model.vocabulary or (), head.vocabulary or (), strict=True):
-                old.copy_(new)
-
-        return activate
+    def _load_head(self, target_model: nn.Module) -> Head:
+        return load_served_head(self.speculative_config, self.dtype, self.device, target_model, self.dtype)
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         arms = self.speculative_config.arms
@@ -299,8 +272,6 @@ class MtpcSpeculator(HeadSpeculator):
             self._renew_seeds(input_batch.idx_mapping[:num_reqs])
         graph = None if self.graphs is None else self.graphs.find(num_reqs, num_drafts)
         self._prepare_inputs(input_batch, graph)
-        if self.is_stale.any():
-            self._clear_stale(input_batch.idx_mapping_np[:num_reqs])
         if self.graphs is None or graph is None:
             self._generate_draft(num_reqs, num_drafts)
         else:
@@ -310,12 +281,6 @@ class MtpcSpeculator(HeadSpeculator):
 
     def _stream(self) -> Tensor:
         return self.stream if self.states is None else self.states.stream.gpu
-
-    def _clear_stale(self, slots: np.ndarray) -> None:
-        """Fill log q of slots [R] with -inf after a swap, once what was drafted before it is verified."""
-        if self.draft_logits is not None and len(stale := slots[self.is_stale[slots]]):
-            self.draft_logits[async_tensor_h2d(stale.tolist(), self.device, torch.int64)] = -torch.inf
-        self.is_stale[slots] = False
 
     def _renew_seeds(self, slots: Tensor) -> None:
         """Give requests in slots [R] that are not coupled the seeds of this step's noise."""

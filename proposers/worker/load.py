@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ UNITS = 64  # states whose logits are computed at once to read the rows of an lm
 # A product with these rows: of states this large, which a soft cap would bend, the logits differ by no more than this
 # share of the largest, which leaves room for bfloat16 and for quantised states.
 LARGE, SAME = 100.0, 0.05
-Made = TypeVar("Made")
 _gather = partial(tensor_model_parallel_all_gather, dim=0)
 
 
@@ -69,19 +68,20 @@ def log_drafts(vllm_config: Any, graphs: str) -> None:
 
 
 def load_served_head(
-    folder: str, spec: Any, dtype: torch.dtype, device: torch.device, target_model: nn.Module, target_dtype: torch.dtype
+    spec: Any, dtype: torch.dtype, device: torch.device, target_model: nn.Module, target_dtype: torch.dtype
 ) -> Head:
-    """Load the head of a folder; raises on every rank if loading fails on one.
+    """Load the head of a speculative config; raises on every rank if loading fails on one.
 
     Args:
-        spec, dtype: the speculative config, and the dtype of the weights where `head_dtype` is "auto".
+        dtype: of the weights where `head_dtype` is "auto".
         target_model, target_dtype: vLLM's model, whose lm_head and embeddings are lent, and the dtype of its states.
     """
 
     def load() -> Head:  # runs no collective
         num_ranks = get_tensor_model_parallel_world_size() if model_parallel_is_initialized() else 1
         # rows are dropped before the head is moved: the device needs no room for them
-        _, head = load_head(folder, weights_dtype(spec.head_dtype, dtype), "cpu" if num_ranks > 1 else device)
+        place = "cpu" if num_ranks > 1 else device
+        _, head = load_head(spec.model_folder, weights_dtype(spec.head_dtype, dtype), place)
         leaves = head.leaves
         has_rows = isinstance(leaves, OwnLeaves) and not leaves.skip  # without x_1 they are not gathered
         if has_rows and is_sharded(leaves.leaf_weight.nbytes, num_ranks, device.type):
@@ -102,13 +102,13 @@ def load_served_head(
     return head
 
 
-def succeed_together(call: Callable[[], Made]) -> Made:
-    """Return the result of `call` once it has returned on every rank; raise its error, or that of another rank."""
+def succeed_together(call: Callable[[], Head]) -> Head:
+    """Return the head of `call` once it has returned on every rank; raise its error, or that of another rank."""
     if not model_parallel_is_initialized() or (group := get_tp_group()).world_size == 1:
         return call()
-    made, error = None, None
+    error = None
     try:
-        made = call()
+        head = call()
     except Exception as raised:
         error = raised
     lines: list[str | None] = [None] * group.world_size
@@ -117,7 +117,7 @@ def succeed_together(call: Callable[[], Made]) -> Made:
         raise error
     if failed := next((f"on rank {rank}: {line}" for rank, line in enumerate(lines) if line), None):
         raise RuntimeError(failed)
-    return cast(Made, made)
+    return head
 
 
 def kept(tensors: Iterable[Tensor]) -> nn.Module:

@@ -78,9 +78,9 @@ CHAT += ["--served-model-name", "m"]
 CHAT += ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
 
 
-def check_chat(url: str, key: str) -> None:
+def check_chat(url: str) -> None:
     """Streams and tool calls of a server started with the words CHAT equal whole answers, and these plain vLLM's."""
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, timeout=600, max_retries=0)
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=600, max_retries=0)
     chat, text, _ = answer(client)
     # the penalty: or this small a model goes on with blanks, which the grammar of a call allows
     one = {"parallel_tool_calls": False, "max_tokens": 160, "frequency_penalty": 1.0}
@@ -91,11 +91,11 @@ def check_chat(url: str, key: str) -> None:
     assert plain.texts == [[text]]
 
 
-@pytest.mark.slow  # tests/operate/test_head_endpoint.py asks its own server the same, V1 with `mtpc`
+@pytest.mark.slow  # tests/operate/test_running_server.py asks its own server the same, V1 with `mtpc`
 @pytest.mark.parametrize(("runner", "method"), COLUMNS)
 def test_chat_streams_and_tool_calls_equal_plain(runner: str, method: str, tmp_path: Path) -> None:
     with serve(tmp_path, runner, method, *CHAT) as served:
-        check_chat(served.url, "none")
+        check_chat(served.url)
 
 
 def running() -> set[psutil.Process]:

@@ -1,6 +1,6 @@
 """The Grafana board and the Prometheus rules: alerts by Prometheus itself, sums over replicas.
 
-`test_head_endpoint.py` compares their names with the metrics of a server.
+`test_running_server.py` compares their names with the metrics of a server.
 """
 
 from __future__ import annotations

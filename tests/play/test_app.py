@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
@@ -57,17 +56,10 @@ class Server:
         assert await request.json() == {"messages": [{"role": "user", "content": "a"}]}
         return web.json_response({}, status=200 if self.template else 400)
 
-    async def swap(self, request: web.Request) -> web.Response:
-        path = (await request.json())["path"]
-        self.asked.append((request.path, path, None))
-        if path == "bad":
-            return web.json_response({"error": {"message": "the head is not swapped"}}, status=400)
-        return web.json_response({"head": path})
-
     def app(self) -> web.Application:
         app = web.Application()
         posts = {"/v1/completions": self.complete, "/v1/chat/completions": self.complete, "/tokenize": self.tokenize}
-        app.add_routes([web.post(path, handler) for path, handler in {**posts, "/mtpc/head": self.swap}.items()])
+        app.add_routes([web.post(path, handler) for path, handler in posts.items()])
         app.add_routes([web.get(path, self.look) for path in ("/v1/models", "/metrics")])
         return app
 
@@ -86,8 +78,7 @@ def on_page(server: Server, call: Callable[[aiohttp.ClientSession, str], Any], p
                 return f"http://127.0.0.1:{runner.addresses[0][1]}"
 
             url = await serve(server.app())
-            heads = {"a": Path("good"), "b": Path("bad")}
-            page = await serve(Play("demo", plain or url, url, heads, "def ").app())
+            page = await serve(Play("demo", plain or url, url, "a", "def ").app())
             return await call(await stack.enter_async_context(aiohttp.ClientSession()), page)
 
     return asyncio.run(run())
@@ -95,8 +86,8 @@ def on_page(server: Server, call: Callable[[aiohttp.ClientSession, str], Any], p
 
 JSON = {"Content-Type": "application/json"}
 OWN = {**JSON, "Origin": "http://{host}"}
-ASK = {"prompt": "def ", "temperature": 0, "max_tokens": 9, "head": 0, "seed": 1}
-ROUTES = [("/ask/plain", ASK), ("/ask/head", ASK), ("/switch", {"head": 0}), ("/settings", None), ("/", None)]
+ASK = {"prompt": "def ", "temperature": 0, "max_tokens": 9, "seed": 1}
+ROUTES = [("/ask/plain", ASK), ("/ask/head", ASK), ("/settings", None), ("/", None)]
 
 
 def send(server: Server, path: str, body: Any = None, headers: Any = OWN, plain: str | None = None) -> tuple[int, str]:
@@ -145,18 +136,8 @@ def test_server_errors_are_shown() -> None:
 @pytest.mark.parametrize(("template", "plain", "tokens"), [(True, None, 512), (False, None, 512), (False, GONE, None)])
 def test_settings_are_those_of_the_servers(template: bool, plain: str | None, tokens: int | None) -> None:
     settings = json.loads(send(Server(template), "/settings", plain=plain)[1])
-    assert settings["heads"] == [{"name": name, "drafts": 7} for name in "ab"] and settings["prompt"] == "def "
+    assert (settings["head"], settings["drafts"], settings["prompt"]) == ("a", 7, "def ")
     assert (settings["chat"], settings["tokens"]) == (template, tokens)
-
-
-def test_head_of_the_server_is_switched() -> None:
-    server = Server()
-    answers = [send(server, "/switch", {"head": head}) for head in (0, 1)]
-    assert [status for status, _ in answers] == [200, 502]
-    good, bad = (json.loads(text) for _, text in answers)
-    assert good == {"head": "a"}
-    assert bad["error"].endswith("answers 400: the head is not swapped")
-    assert [one[1] for one in server.asked] == ["good", "bad"]
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
@@ -178,7 +159,7 @@ def test_page_refuses_requests_of_other_sites(path: str, body: Any) -> None:
 
 @pytest.mark.parametrize(
     ("path", "changed"),
-    [("/ask/head", {"drafts": -1}), ("/ask/head", b"[1"), ("/ask/plain", {"max_tokens": 0}), ("/switch", {"head": 3})],
+    [("/ask/head", {"drafts": -1}), ("/ask/head", b"[1"), ("/ask/plain", {"max_tokens": 0})],
 )
 def test_page_answers_400_to_values_out_of_range(path: str, changed: Any) -> None:
     server = Server()

@@ -1,6 +1,6 @@
 """Rows that are drafted at once, at toy size, and the paths that drafts take.
 
-`tests/e2e/test_matrix.py` compares replayed drafts with others, `test_swap.py` those of a swapped head.
+`tests/e2e/test_matrix.py` compares replayed drafts with others.
 """
 
 from __future__ import annotations

@@ -55,7 +55,8 @@ def worker_target(config: Any) -> Iterator[nn.Module]:
         yield initialize_model(config)
 
 
-SPEC = SimpleNamespace(head_dtype="auto", num_speculative_tokens=2)
+def spec_of(folder: Path, head_dtype: str = "auto") -> SimpleNamespace:
+    return SimpleNamespace(model_folder=str(folder), head_dtype=head_dtype, num_speculative_tokens=2)
 
 
 class FakeTarget(nn.Module):
@@ -101,7 +102,7 @@ def test_draft_vocabulary_reads_the_logits_of_its_ids(tmp_path: Path, kind: type
     """By rows of the lm_head where nothing follows the product; x_1 = 0 is outside and gives no evidence."""
     ids, target, hidden = torch.tensor([1, 3, 6]), kind(torch.float32), torch.randn(3, D)
     _, plain = save_vocabulary(tmp_path, ids.tolist())
-    head = load_served_head(str(tmp_path), SPEC, torch.float32, CPU, target, torch.float32)
+    head = load_served_head(spec_of(tmp_path), torch.float32, CPU, target, torch.float32)
     target.seen.clear()
     params = head.draft_params(hidden, FIRST, 2)
     assert bool(target.seen) == (kind is CappedTarget)
@@ -147,8 +148,7 @@ def test_rows_of_a_wide_lm_head_are_read_alone(kind: str) -> None:
 
 
 def served(folder: Path, dtype: torch.dtype, head_dtype: str = "auto") -> nn.Module:
-    spec = SimpleNamespace(head_dtype=head_dtype, num_speculative_tokens=2)
-    return load_served_head(str(folder), spec, dtype, CPU, FakeTarget(torch.float32), torch.float32)
+    return load_served_head(spec_of(folder, head_dtype), dtype, CPU, FakeTarget(torch.float32), torch.float32)
 
 
 @pytest.mark.parametrize("head_dtype", ["auto", "float32", "bfloat16", "float16"])

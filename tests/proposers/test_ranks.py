@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks: drafts as on one rank, and failures that both ranks survive.
+"""Two tensor-parallel ranks: drafts as on one rank, and a failure that both ranks report.
 
 Processes over gloo, Model Runner V2's speculator on vLLM's own layers and groups; the kernels are interpreted.
 """
@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -172,59 +171,20 @@ def test_token_that_the_target_forbids_has_no_mass_in_the_drafts(found: dict[int
         assert (distribution[-BATCH:, :DRAFTS, VOCAB - 2] == -torch.inf).all()
 
 
-def failing_on_rank_1(rank: int, place: Path) -> dict[str, Any]:
-    """What each failure ends with, and whether the same drafts are made after all of them."""
-    from vllm_mtpc.proposers.worker import load, swap
+def failing_on_rank_1(rank: int, place: Path) -> str:
+    """The error of a load that fails on rank 1."""
+    from vllm_mtpc.proposers.worker import load
 
-    def raising(*args: Any) -> Any:
-        raise MemoryError("no room\n  for it")
-
-    def outcome(call: Any, *args: Any) -> str:
+    failing = mock.patch.object(load, "load_head", side_effect=MemoryError("no room\n  for it"))
+    with mock.patch.object(speculators, "Target", Target), failing if rank else ExitStack():
         try:
-            call(*args)
+            with speculator(Setting(place, 4)):
+                return "no error"
         except Exception as error:
             return f"{type(error).__name__}: {error}"
-        return "no error"
-
-    def serve() -> Any:
-        with speculator(Setting(place, 4)) as made:
-            return made
-
-    with mock.patch.object(speculators, "Target", Target), ExitStack() as stack:
-        failing = mock.patch.object(load, "load_head", raising) if rank else ExitStack()
-        with failing:
-            found: dict[str, Any] = {"load": outcome(serve)}
-        made = stack.enter_context(speculator(Setting(place, 4)))
-        config = SimpleNamespace(speculative_config=made.speculative_config, use_v2_model_runner=True)
-        runner = SimpleNamespace(vllm_config=config, speculator=made, model=Target(VOCAB, made.hidden_size))
-        before = drafted(made, 3, 4)
-        head = str(place / "head")
-        found["swap, missing"] = outcome(swap.swap, runner, str(place / "none") if rank else head)
-        with failing:
-            found["swap, failing"] = outcome(swap.swap, runner, head)
-        same = [left.equal(right) for left, right in zip(before, drafted(made, 3, 4), strict=True)]
-        return found | {"same drafts": all(same), "swap": outcome(swap.swap, runner, head)}
 
 
-@pytest.fixture(scope="module")
-def ranks(places: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    store = tmp_path_factory.mktemp("failing")
-    given = (places["kernel"], store, failing_on_rank_1, places["kernel"])
-    return forks.call("v2", f"{__name__}:on_ranks", 2, *given, timeout=240)  # it takes some seconds on a busy core
-
-
-def test_failed_load_returns_on_both_ranks(ranks: list[dict[str, Any]]) -> None:
-    assert ranks[0]["load"] == "RuntimeError: on rank 1: no room for it"
-    assert ranks[1]["load"] == "MemoryError: no room\n  for it"
-
-
-@pytest.mark.parametrize(("case", "reason"), [("missing", "none: the folder does not exist"), ("failing", "no room")])
-def test_failed_swap_is_refused_on_both_ranks(case: str, reason: str, ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        assert rank[f"swap, {case}"].startswith("ServeConfigError: the head is not swapped")
-        assert reason in rank[f"swap, {case}"]
-
-
-def test_ranks_draft_on_after_refused_swaps(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        assert rank["same drafts"] and rank["swap"] == "no error"
+def test_failed_load_returns_on_both_ranks(places: dict[str, Path], tmp_path: Path) -> None:
+    given = (places["kernel"], tmp_path, failing_on_rank_1, places["kernel"])
+    found = forks.call("v2", f"{__name__}:on_ranks", 2, *given, timeout=240)  # it takes some seconds on a busy core
+    assert found == ["RuntimeError: on rank 1: no room for it", "MemoryError: no room\n  for it"]

@@ -200,6 +200,6 @@ def test_the_page_lists_every_replaced_attribute(root: Path) -> None:
     page = (root / "docs" / "internals.md").read_text(encoding="utf-8")
     table = page.partition("\n| vLLM attribute |")[2].partition("\n## ")[0]
     listed = set(re.findall(r"^\| `(?:vllm\.)?([\w.]+: [\w.]+)`", table, re.MULTILINE))
-    patches = (*vllm_patches.EVERY_PROCESS, *vllm_patches.WITH_HEAD, *vllm_patches.WITH_HEAD_SWAP)
+    patches = (*vllm_patches.EVERY_PROCESS, *vllm_patches.WITH_HEAD)
     every = {one.key for one in (*patches, scheduler.post_step, registration.try_get_generation_config)}
     assert listed == {key.removeprefix("vllm.").replace(":", ": ") for key in every} and len(listed) <= 16

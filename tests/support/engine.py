@@ -42,17 +42,14 @@ TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCHDYNAMO_DISABLE": "1"}
 class Call:
     """One `LLM.generate`: prompts as token ids, one dict of SamplingParams arguments for each.
 
-    lora: folder of the adapter to ask. is_refused: the call must raise; the reply is its message.
+    lora: folder of the adapter to ask.
     sleep: level at which the engine sleeps before; without a GPU it stays awake.
-    swap: head that takes the place of the served one before.
     """
 
     prompts: list[list[int]]
     sampling: list[dict[str, Any]]
     lora: str | None = None
-    is_refused: bool = False
     sleep: int = 0
-    swap: str | None = None
 
 
 @dataclass
@@ -104,7 +101,6 @@ class Reply:
     metrics: dict[str, float]
     recorded: list[Any] = field(default_factory=list)  # what an injected change noted while the engine ran
     prompt_logprobs: list[Any] = field(default_factory=list)
-    error: str = ""
     modes: tuple[str, bool] = ("", False)  # CUDA graphs, asynchronous scheduling
 
     @property
@@ -163,14 +159,7 @@ def _answer(engine: Engine) -> list[Reply]:
     llm = LLM(engine.model, **{**SMALL, **engine.arguments})
     config, replies, texts = llm.llm_engine.vllm_config, [], []
     for call in engine.calls:
-        try:
-            outputs = _generate(llm, call)
-        except Exception as error:
-            if not call.is_refused:
-                raise
-            replies.append(Reply([], [], [], [], {}, error=str(error)))
-            continue
-        assert not call.is_refused, f"{call.sampling} was not refused"
+        outputs = _generate(llm, call)
         metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
         per_position = next((m.values for m in llm.get_metrics() if m.name.endswith("tokens_per_pos")), None)
         replies.append(
@@ -206,8 +195,6 @@ def _generate(llm: Any, call: Call) -> list[Any]:
         sampling.append(SamplingParams(**{**given, "structured_outputs": structured}))
     if call.sleep and forks.ON_GPU:
         _sleep(llm, call.sleep)
-    if call.swap:
-        RECORDED.extend(llm.collective_rpc("swap_head", args=(call.swap,)))
     lora = LoRARequest("adapter", 1, call.lora) if call.lora else None
     return llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora)
 

@@ -11,7 +11,6 @@ import itertools
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 from unittest import mock
@@ -34,7 +33,6 @@ V1_GREEDY = "vllm.v1.sample.rejection_sampler.rejection_sample"  # of steps whos
 V1_REJECTION = "vllm_mtpc.proposers.v1.verification.rejection_sample"
 V2_REJECTION = "vllm.v1.worker.gpu.spec_decode.rejection_sampler.rejection_sample"
 V2_SAMPLER = "vllm.v1.worker.gpu.spec_decode.rejection_sampler.RejectionSampler.__call__"
-HEAD_WORKER = "vllm_mtpc.proposers.patches.worker.HeadWorker"
 BACKBONE = f"{V2}.backbone_speculator.BackboneSpeculator"
 GRAMMAR = "vllm_mtpc.proposers.worker.grammar_masks"
 PLAN = "vllm_mtpc.plan.online_plan.OnlinePlan"
@@ -187,21 +185,6 @@ def _lengths_in_turns(original: Any) -> Any:
     return schedule
 
 
-def _swapping(original: Any) -> Any:
-    """Before every step swap the served head with "hmm, bad" next to it."""
-    folders: list[Path] = []
-
-    def execute_model(self: Any, scheduler_output: Any) -> Any:
-        if not folders:
-            own = Path(self.vllm_config.speculative_config.model_folder)
-            folders.extend([own, own.parent / "hmm, bad"])
-        folders.reverse()
-        self.swap_head(str(folders[0]))
-        return super(resolve_name(HEAD_WORKER), self).execute_model(scheduler_output)
-
-    return execute_model
-
-
 # Grammars
 
 
@@ -296,8 +279,6 @@ FAULTS: dict[str, Patches | Callable[[], Patches]] = {
     "drawn cut v1": {f"{PROPOSER}.propose": _length_of_drawn_v1},
     "drawn cut": {"vllm.v1.worker.gpu.model_runner.GPUModelRunner.take_draft_token_ids": _length_of_drawn},
     "switching": {"vllm.v1.core.sched.scheduler.Scheduler.schedule": _lengths_in_turns},
-    "swapping": {f"{HEAD_WORKER}.execute_model": _swapping},
-    "keeps_shapes": lambda: {f"{SPECULATOR}.keeps_shapes": _constant(True), **recorders.in_graphs(SPECULATOR, "FULL")},
     "circuit in graphs": lambda: recorders.in_graphs(SPECULATOR, "FULL"),
     "noted drafts v1": {f"{PROPOSER}.propose": recorders.drafts_v1},
     # the online plan

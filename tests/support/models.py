@@ -138,20 +138,14 @@ def random_lora(target: torch.nn.Module, rank: int, scale_a: float, scale_b: flo
 
 
 def make_ptp_head(
-    folder: Path,
-    target: LlamaForCausalLM,
-    variant: str,
-    window: int,
-    scale: float = 0.05,
-    rank: int = 4,
-    **options: Any,
+    folder: Path, target: LlamaForCausalLM, variant: str, window: int, scale: float = 0.05, **options: Any
 ) -> None:
     """A PTP head of random adapters (none of effect with scale 0): its drafts are anything, its passes are real."""
-    given = {"variant": variant, "window": window, "lora_rank": rank, **options}
+    given = {"variant": variant, "window": window, "lora_rank": 4, **options}
     config = PtpConfig.create(**given, target=target.config, verifier="../target")
     torch.manual_seed(5)
     layers = PtpLayers(config)
     if layers.late is not None:  # not as it starts: large enough to turn most drafts into others
         layers.late.outer.weight.data.normal_()
-    head = PtpHead(config, random_lora(target, rank, 1.0, scale), layers)
+    head = PtpHead(config, random_lora(target, 4, 1.0, scale), layers)
     save_ptp(folder, head, {"command": "tests"}, "made by a test", torch.float32)

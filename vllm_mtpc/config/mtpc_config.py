@@ -69,14 +69,9 @@ class HeadConfig(AnyHeadConfig):
         return self.trunk if self.trunk.kind == "drafter" else None
 
     @property
-    def has_drafter(self) -> bool:
-        """Whether the head reads the states of a drafter, its own or a hosted one, instead of the target's."""
-        return self.trunk.kind in ("backbone", "drafter")
-
-    @property
     def has_draft_layers(self) -> bool:
         """Whether the head has draft layers, which need Model Runner V2."""
-        return self.has_drafter or self.lora_layers > 0
+        return self.trunk.kind in ("backbone", "drafter") or self.lora_layers > 0
 
     @classmethod
     def complete(cls, target: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:

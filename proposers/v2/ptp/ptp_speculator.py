@@ -38,12 +38,11 @@ from vllm_mtpc.heads.ptp.student import UNUSED_U
 from vllm_mtpc.kernels.pick import select_tokens
 from vllm_mtpc.proposers.options.switches import logger
 from vllm_mtpc.proposers.v2.draft_graphs import DraftGraphs, replace_attributes
-from vllm_mtpc.proposers.v2.lora import Gate, prepare_adapters
+from vllm_mtpc.proposers.v2.lora import Gate
 from vllm_mtpc.proposers.v2.ptp.groups import GroupBlocks, Writes, build_student, check_attention
 from vllm_mtpc.proposers.v2.speculator import HeadSpeculator
 from vllm_mtpc.proposers.v2.verification import CoupledRejectionSampler, u_of
 from vllm_mtpc.proposers.worker.load import kept
-from vllm_mtpc.proposers.worker.swap import copy_tensors
 
 # Attention backends that plan nothing on the host, so that a CUDA graph can hold the student's pass
 CAPTURED = ("FLASH_ATTN", "TRITON_ATTN")
@@ -51,8 +50,6 @@ CAPTURED = ("FLASH_ATTN", "TRITON_ATTN")
 
 class PtpSpeculator(HeadSpeculator):
     """PTP drafts from a second pass."""
-
-    keeps_shapes = True  # a swapped head must have the served one's shapes
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -92,19 +89,6 @@ class PtpSpeculator(HeadSpeculator):
         self.first_logits = logits.new_zeros(min(self.max_num_reqs, captured), logits.shape[-1])
         self.graph_states = torch.zeros_like(self.embeds[: self.plan.max_rows if self.late is not None else 0])
         return student
-
-    @torch.inference_mode()
-    def prepare_swap(self, made: Any, target_model: nn.Module) -> Callable[[], None]:
-        """Load the head of another speculative config; return what activates it (`worker/swap.py`)."""
-        head = load_ptp(made.model_folder, self.dtype, self.device)
-        scale = made.head.lora_alpha / made.head.lora_rank
-        copy_adapters = prepare_adapters(self.model, head.lora, scale, target_model)
-
-        def activate() -> None:
-            copy_adapters()
-            copy_tensors(self.layers, head.layers)
-
-        return activate
 
     def set_attn(self, model_state: Any, kv_cache_config: KVCacheConfig, block_tables: BlockTables, *args: Any) -> None:
         super().set_attn(model_state, kv_cache_config, block_tables, *args)
