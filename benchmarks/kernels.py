@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from benchmarks import timing
-from vllm_mtpc.circuits import CIRCUITS, circuit_class, get_circuit
 from vllm_mtpc.cli import guard
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.errors import MtpcError
@@ -96,17 +95,7 @@ def couple(device: torch.device) -> Iterator[Case]:
         yield make_case("couple.accept", f"R={requests} K={width - 1}", given, written)
 
 
-def filter_(device: torch.device) -> Iterator[Case]:
-    for name, batch in ((name, batch) for name in CIRCUITS for batch in (64, 2048)):
-        n, r = 16, min(32, circuit_class(name).max_components)
-        circuit = get_circuit(name, n, r)
-        evidence = torch.randn(batch, n, r, device=device) - 5
-        sums = torch.randn(batch, r, device=device), torch.randn(batch, circuit.num_inner, r, r, device=device)
-        given = (circuit.program, evidence, *sums)
-        yield make_case("filter.filter_weights", f"{name} n={n} r={r} B={batch}", given, size_of(evidence))
-
-
-OPERATIONS = {"uniform": uniform, "pick": pick, "couple": couple, "filter": filter_}
+OPERATIONS = {"uniform": uniform, "pick": pick, "couple": couple}
 
 
 def main(words: list[str] | None = None) -> int:

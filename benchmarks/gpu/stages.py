@@ -15,8 +15,7 @@ from benchmarks.gpu.parts import ALL_DRAFTS, Part, Programme, bench_serve, windo
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-ra", "-x", "--tb=short"]
 PASSED = r"\b[1-9]\d* passed"  # pytest ends with 0 where every test was skipped
 # those of test_compiled.py need no GPU
-KERNELS = [*(f"tests/kernels/test_{name}.py" for name in ("small_kernels", "filter", "draft")),
-           "tests/heads/test_draft_params.py"]  # fmt: skip
+KERNELS = ["tests/kernels/test_small_kernels.py", "tests/kernels/test_draft.py", "tests/heads/test_draft_params.py"]
 CLIENTS = [1, 2, 4, 8, 16, 32, 64, 256]
 EVERY_DRAFT = "every draft=" + json.dumps(ALL_DRAFTS)
 IEEE = {"TRITON_F32_DEFAULT": "ieee"}  # as in tests/support/forks.py

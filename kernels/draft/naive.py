@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from vllm_mtpc.kernels.filter.naive import advance
-from vllm_mtpc.kernels.filter.program import Program
+from vllm_mtpc.kernels.filter import Program, advance
 from vllm_mtpc.kernels.leaf import Bigram, LowRank, evidence_of
 
 Pick = Callable[[Tensor, int], Tensor]  # (log q [B, V] float32, index of the draft) -> tokens [B]

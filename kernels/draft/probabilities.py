@@ -54,7 +54,7 @@ def draft(
 def _advance(
     instructions: Sequence[Instruction], weights: Tensor, stack: list[Tensor], message: Tensor, inner: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
-    """`filter.naive.advance` of probabilities [B, 1, r]; inner: [B, r, r] each. A factor of a message has no effect."""
+    """`filter.advance` of probabilities [B, 1, r]; inner: [B, r, r] each. A factor of a message has no effect."""
     for op, index in instructions:
         if op == Op.CONDITION:
             weights = torch.addcmul(TINY, weights, message).log().softmax(dim=-1)  # cheaper than a sum and a quotient

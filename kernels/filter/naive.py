@@ -1,4 +1,4 @@
-"""The machine of `program.py` in plain PyTorch: the definition that kernels are checked against."""
+"""The machine of `program.py` in plain PyTorch: for training and evaluation, and the definition of `kernel.advance`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from vllm_mtpc.kernels.filter.program import Instruction, Op, Program
-from vllm_mtpc.kernels.leaf import full
 
 
 def advance(
@@ -37,14 +36,22 @@ def advance(
 def filter_weights(program: Program, evidence: Tensor, root_logits: Tensor, inner_logits: Tensor) -> Tensor:
     """Return log pi: the distribution of the latent that token k reads, given the tokens before it.
 
-    log q(x_k | x_<k) = logsumexp_z(log pi[k, z] + evidence[k, z]). Half precisions are read as float32. Arguments as in
-    `kernels.filter.filter_weights`, 1 <= m <= n; evidence of 0 marginalises a token.
+    log q(x_k | x_<k) = logsumexp_z(log pi[k, z] + evidence[k, z]).
+
+    Args:
+        program: of the circuit.
+        evidence: [B, m, r], 1 <= m <= n, log p(x_k | z); 0 marginalises a token.
+        root_logits: [B, r], not normalised.
+        inner_logits: [B, F, r, r], not normalised.
+
+    Returns:
+        [B, m, r], differentiable in the three tensors.
     """
-    inner = full(inner_logits).log_softmax(dim=-1)
-    weights, stack = full(root_logits).log_softmax(dim=-1), ()
+    inner = inner_logits.log_softmax(dim=-1)
+    weights, stack = root_logits.log_softmax(dim=-1), ()
     columns = []
     for k in range(evidence.shape[1]):
-        message = full(evidence[:, k - 1]) if k else weights  # the first list reads none
+        message = evidence[:, k - 1] if k else weights  # the first list reads none
         weights, stack = advance(program[k], weights, stack, message, inner)
         columns.append(weights)
     return torch.stack(columns, dim=1)

@@ -21,6 +21,7 @@ from tests.support.enumeration import (
 )
 from vllm_mtpc.circuits.base import CircuitParams
 from vllm_mtpc.circuits.conditionals import conditionals
+from vllm_mtpc.kernels.filter import filter_weights
 
 torch.set_num_threads(1)
 ALL = pytest.mark.parametrize("name", CIRCUITS)
@@ -106,3 +107,23 @@ def test_a_latent_that_was_all_but_ruled_out_can_come_back(name: str) -> None:
     for m in range(1, 5):
         expected = prefix_marginals(table, m)[tuple(tokens[:, :m].T.numpy())]
         np.testing.assert_allclose(got[:, m - 1].numpy(), expected, rtol=1e-6, atol=1e-4)  # float32 of up to 480
+
+
+@ALL
+def test_impossible_latents_give_no_nan_in_gradients(name: str) -> None:
+    """-inf in evidence and root has the gradients of exp(-1e6), which is 0 in float64."""
+    circuit, generator = make(name, 7, 4), torch.Generator().manual_seed(1)
+    params = random_params(circuit, 2, batch=2, seed=1)
+    first = torch.arange(circuit.num_components) == 0  # the latent that stays
+    evidence, root = (
+        part.masked_fill((torch.rand(part.shape, generator=generator) < 0.4) & ~first, -torch.inf)
+        for part in (params.leaf[..., 0], params.root)
+    )
+    upstream, grads = torch.randn(evidence.shape, generator=generator), []
+    for dtype, least in ((torch.float32, -torch.inf), (torch.float64, -1e6)):
+        inputs = [part.to(dtype).clamp(min=least).requires_grad_() for part in (evidence, root, params.inner)]
+        weights = filter_weights(circuit.program, *inputs)
+        given = upstream.to(dtype).masked_fill(weights < -1e5, 0.0)  # as from exp or logsumexp
+        grads.append(torch.autograd.grad(weights, inputs, given, materialize_grads=True))
+    for got, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)  # float32 rounding over some 30 steps

@@ -147,19 +147,6 @@ def draft(
     )
 
 
-def filters(name: str, n: int, r: int, dtype: torch.dtype = WHOLE, is_trained: bool = True) -> None:
-    """Forward, and with a tape and backward, on what has a dtype; 128 components have no backward kernel."""
-    from vllm_mtpc.kernels.filter import kernel
-
-    circuit = get_circuit(name, n, r)
-    sums = empty(64, r, dtype=dtype), empty(64, circuit.num_inner, r, r, dtype=dtype)
-    evidence = empty(64, n, r, dtype=dtype)
-    kernel.filter_weights(circuit.program, evidence, *sums)
-    if is_trained:
-        weights = kernel.filter_weights(circuit.program, evidence.requires_grad_(), *sums)
-        weights.backward(torch.empty_like(weights))
-
-
 def coupled(vocab: int, width: int) -> None:
     """What drafts and verifies coupled tokens: PTP's number, the token it falls on, how many drafts are kept."""
     from vllm_mtpc.kernels.couple import kernel as couple
@@ -220,15 +207,10 @@ def served() -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"{model} ff, token 256", partial(draft, noise, "ff", alone, token_rank=256)
         for what, options in (DRAFTED | IN_BLOCKS if sizes[2] > SMALL_VOCAB else DRAFTED).items():
             yield f"{model} {last}, {what}", partial(draft, noise, last, sizes, **options)
-    for n, r in ((8, 8), (16, 32), (16, 64)):
-        for name in CIRCUITS:
-            yield f"training {name} n={n} r={r}", partial(filters, name, n, 1 if name == "ff" else r)
     yield "128 components", partial(draft, noise, last, (16, 128, 320))
     for r, name in ((1, "ff"), (8, last)):  # one launch, and blocks
         drafter = partial(draft, noise, name, (8, r, 49_152, 8192), token_rank=64, masked=True)
         yield f"8192 of 49152 tokens, r={r}", drafter
-    yield "128 components, circuit alone", partial(filters, last, 16, 128, is_trained=False)
-    yield "training bfloat16", partial(filters, last, 8, 8, HALF)
     for vocab in (257, 320, 128_256, 151_936):
         yield f"PTP V={vocab}", partial(coupled, vocab, 8)
     yield "rows", gathered
@@ -251,10 +233,10 @@ def row_of(variant: Variant, chip: int) -> dict[str, int]:
 QUICK = (
     *("demo btree, float64", "demo btree, token 32", "EvaByte btree, token 64, float32"),
     *("Qwen btree, token 64, float32", "Qwen btree, token 64, float64"),
-    *("128 components", "128 components, circuit alone", "demo btree, masked"),
+    *("128 components", "demo btree, masked"),
     *("Qwen btree, low rank 64, float64", "Qwen btree, low rank 16, float32, token 32"),
     *("8192 of 49152 tokens, r=1", "8192 of 49152 tokens, r=8"),
-    *("training btree n=16 r=32", "training bfloat16", "PTP V=128256", "rows"),
+    *("PTP V=128256", "rows"),
 )
 
 
@@ -287,6 +269,7 @@ def test_every_kernel_compiles_and_does_not_spill(chip: int, names: tuple[str, .
 
 
 def test_spill_is_found_by_the_check() -> None:
-    variant = next(iter(variants(lambda: filters("cp", 8, 8)).values()))
+    found = variants(lambda: coupled(257, 8))
+    variant = next(one for one in found.values() if one.kernel.__name__ == "_pick_rows")
     squeezed = replace(variant, options={**variant.options, "maxnreg": 24})
     assert row_of(variant, 90)["spilled"] == 0 < row_of(squeezed, 90)["spilled"]

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_mtpc.errors import HeadConfigError
-from vllm_mtpc.kernels.filter import MAX_COMPONENTS, Program, check_program, filter_weights, naive
+from vllm_mtpc.kernels.filter import MAX_COMPONENTS, Program, advance, check_program, filter_weights
 from vllm_mtpc.kernels.leaf import Bigram
 
 # Far beyond any trained or served circuit: a damaged config must not build a tree of 10**12 regions.
@@ -135,7 +135,7 @@ class Circuit(ABC):
 
     def start(self, params: CircuitParams) -> FilterState:
         """Return the state at position 0."""
-        return FilterState(*naive.advance(self.program[0], params.root, (), params.root, params.inner))
+        return FilterState(*advance(self.program[0], params.root, (), params.root, params.inner))
 
     def leaf_at(self, params: CircuitParams, state: FilterState, k: int) -> Tensor:
         """Return log p(x_k = . | z, x_(k-1)) [B, r, V] at `state`; k is 0-based.
@@ -161,7 +161,7 @@ class Circuit(ABC):
         evidence = torch.zeros_like(state.weights)
         if k >= params.skip:
             evidence = evidence_of(self.leaf_at(params, state, k)[:, None], params.columns_of(token)[:, None])[:, 0]
-        weights, stack = naive.advance(self.program[k + 1], state.weights, state.stack, evidence, params.inner)
+        weights, stack = advance(self.program[k + 1], state.weights, state.stack, evidence, params.inner)
         return FilterState(weights, stack, token)
 
     def conditional_log_probs(self, params: CircuitParams, tokens: Tensor) -> Tensor:
