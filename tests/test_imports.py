@@ -21,7 +21,7 @@ ORDER = (
 )
 KNOW_VLLM = ("proposers", "models", "engine", "benchmarks")  # the last is not in the wheel
 INSIDE = {"engine_core", "model_runner"}
-MOST_LINES = 20_600  # of Python in the wheel, docstrings and blank lines too
+MOST_LINES = 20_000  # of Python in the wheel, docstrings and blank lines too
 
 
 @cache
