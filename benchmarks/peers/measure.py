@@ -27,8 +27,7 @@ from vllm_mtpc.data.sources import chat_prompt
 from vllm_mtpc.engine import provenance
 from vllm_mtpc.errors import UsageError
 from vllm_mtpc.files import read_json
-from vllm_mtpc.progress import Bar
-from vllm_mtpc.report import check_file, write_json
+from vllm_mtpc.report import Bar, check_file, write_json
 
 PROG, PLAN = "python -m benchmarks.peers.measure", Path(__file__).with_name("peers.yaml")
 TEMPERATURES, CLIENTS, ANSWER = (1.0, 0.0), 16, 64
