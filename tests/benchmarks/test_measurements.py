@@ -1,12 +1,15 @@
-"""A draft has no more launches than its table says; options of kept plans are accepted."""
+"""A draft has no more launches than its table says; options of kept plans are accepted; every script imports."""
 
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
+from pkgutil import walk_packages
 
 import pytest
 
+import benchmarks
 from benchmarks import launches
 from vllm_mtpc.files import read_yaml
 from vllm_mtpc.train.options import parse
@@ -30,3 +33,9 @@ def test_options_of_kept_plans_are_accepted(root: Path, file: Path) -> None:
     for changed in plan["cells"].values():
         options = {name: value for name, value in (changed or {}).items() if name != "apart"}  # the grid's own
         parse({"data": ["text"], **plan["common"], "out": Path("head"), **options})
+
+
+def test_every_script_imports() -> None:
+    for module in walk_packages(benchmarks.__path__, "benchmarks."):
+        if not module.name.endswith("__main__"):
+            import_module(module.name)
