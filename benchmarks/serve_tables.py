@@ -82,17 +82,14 @@ def identical(name: str, ours: bool) -> str:
 
 
 def draft() -> str:
-    """Return the milliseconds of drafts of the packaged heads: median (quartiles)."""
+    """Return the milliseconds of drafts of the packaged heads at T=1: median (quartiles)."""
     kept = content("draft-demo-cpu")
-    rows: dict[str, dict[tuple[int, float], str]] = {}
+    rows: dict[str, dict[int, str]] = {}
     for row in kept["rows"]:
         key = f"{row['head'].split()[0]}|{row['weight_bytes'] / 2**20:.1f} MiB"
-        rows.setdefault(key, {})[row["batch"], row["temperature"]] = "{:.2f} ({:.2f} to {:.2f})".format(
-            *row["draft_ms"]
-        )
-    cells = [(batch, temperature) for batch in (1, 16, 64) for temperature in (0.0, 1.0)]
-    columns = [f"batch {batch}, T={temperature:g}" for batch, temperature in cells]
-    lines = [[*key.split("|"), *(ms[cell] for cell in cells)] for key, ms in rows.items()]
+        rows.setdefault(key, {})[row["batch"]] = "{:.2f} ({:.2f} to {:.2f})".format(*row["draft_ms"])
+    lines = [[*key.split("|"), *(ms[batch] for batch in (1, 16, 64))] for key, ms in rows.items()]
+    columns = [f"batch {batch}" for batch in (1, 16, 64)]
     return f"{kept['how']['dtype']}, {kept['how']['threads']} CPU thread; median (quartiles):\n\n" + table(
         "head|weights read", lines, columns
     )

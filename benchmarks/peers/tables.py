@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.result_tables import error_of, millions
-from benchmarks.serve_tables import content, table
+from benchmarks.serve_tables import content, read, show, table
 
 FILE, OURS = "peers", "mlp hmm"  # the row that the others are compared with
 FIGURE = Path(__file__).parents[2] / "docs" / "figures" / "peers.svg"
@@ -53,7 +53,7 @@ def summary() -> str:
     """Return a row for each decoding: size, training, tokens/step over all tasks, and milliseconds."""
     lines = []
     for row in rows():
-        trained = [millions(row["parameters"]), f"{row['minutes']:.0f}"] if row["parameters"] else ["", ""]
+        trained = [millions(row["parameters"]), f"{row['minutes']:.1f}"] if row["parameters"] else ["", ""]
         times = [f"{row[name]:.1f}" if name in row else "" for name in ("draft_ms", "step_ms")]
         drafts = str(row["speculative_config"].get("num_speculative_tokens", ""))
         lines.append([row["name"], drafts, *trained, shown(row, "t1"), shown(row, "t0"), *times])
@@ -77,6 +77,16 @@ def rates() -> str:
         values = [per_step(counts(row, "t1", task))[0] / row["draft_ms"] for task in columns]
         lines.append([row["name"], *(f"{value:.3f}" for value in values)])
     return table("tokens/step per ms of a draft", lines, columns)
+
+
+def served() -> str:
+    """Return tok/s of servers at T=1 (speed-up with the least and the largest of the rounds, tokens/step)."""
+    cells = [(1.0, clients) for clients in (1, 4, 16)]
+    lines = [
+        [OURS if name.startswith("hmm") else name, *(show(row[cell], has_range=True, has_steps=True) for cell in cells)]
+        for name, row in read("serve-peers-cpu").items()
+    ]
+    return table("T=1", lines, [f"c={clients}" for _, clients in cells])
 
 
 def at_8b() -> str:
@@ -116,6 +126,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "peers t1": partial(by_task, "t1"),
     "peers t0": partial(by_task, "t0"),
     "peers rates": rates,
+    "peers served": served,
     "peers at 8B": at_8b,
 }
 
