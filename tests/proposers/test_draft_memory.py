@@ -100,4 +100,5 @@ def test_kernel_drafts_the_same_in_chunks_and_blocks(places: dict[str, Path]) ->
         (tokens, *numbers), (same_tokens, *same_numbers) = drafts[name, "one chunk"], drafts[name, path]
         assert torch.equal(tokens, same_tokens) and len(tokens.unique()) > 4, (name, path)
         for ours, theirs in zip(numbers, same_numbers, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0)  # float32 sums in another order
+            # float32 sums in another order, which processors choose apart: eight units in the last place of a logit
+            torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-6)
