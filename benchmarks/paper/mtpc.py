@@ -19,6 +19,7 @@ SEEDS = ("smollm2-seeds",)
 HEADS = {"steps": "steps", "head": "trunk, circuit, leaves", "seeds": "seeds", **TEXTS}
 MODEL = "SmolLM2-135M-Instruct (49,152 ids), trained on text that it wrote to its own prompts, default loss, n = 6."
 PAPER = "The paper: EvaByte 6.5B (320 ids), 900 steps of 2.1M tokens, its likelihood loss."
+STATES = "on the trunk that `peers/ours_first.yaml` trained, 16,384 ids of drafts, differences to `hmm r=4`."
 SHORT = 300  # steps of most heads
 PAPERS_STEP = 0.0332 / 0.0251  # a step with an HMM of n = 8 and a plain one in the paper's table 2
 
@@ -70,9 +71,21 @@ def circuits(rows: Sequence[Row]) -> Iterator[Claim]:
         yield Claim(f"The lead of that HMM is larger after 1,500 steps than after {SHORT}, T={t}", growth)
 
 
+def states(rows: Sequence[Row]) -> Iterator[Claim]:
+    steps = rows[0]["steps"]
+    for t in (1, 0):
+        more = [(f"hmm r={r}", "hmm r=4") for r in (16, 32)]
+        yield Claim(f"An HMM with r = 16 and 32 accepts more than with r = 4, T={t}", leads(rows, t, more, steps))
+        over_ff = [(f"hmm r={r}", "ff") for r in (4, 16)]
+        yield Claim(f"HMM with r = 4 and 16 accepts more than FF, T={t}", leads(rows, t, over_ff, steps))
+
+
 def windows(rows: Sequence[Row]) -> Iterator[Claim]:
+    steps = rows[-1]["steps"]
     for t in (1, 0):
         yield Claim(f"FF with n = 8 accepts more than with n = 6, T={t}", leads(rows, t, [("mlp ff n=8", "mlp ff")]))
+        longer = [("ff n=16", "ff"), ("hmm r=4 n=16", "hmm r=4")]
+        yield Claim(f"FF and HMM with n = 16 accept more than with n = 8, T={t}", leads(rows, t, longer, steps))
 
 
 def adapters(rows: Sequence[Row]) -> Iterator[Claim]:
@@ -129,17 +142,24 @@ TABLES = [
     ),
     Table(
         "longer windows accept more (table 2)",
-        f"{MODEL} `smollm2-factors.json`, `smollm2-seeds.json`. The paper's numbers are those of the table above: FF "
+        f"{MODEL} The rows without `mlp` in their name have n = 8 or the named one, {STATES} `smollm2-factors.json`, "
+        "`smollm2-seeds.json`, `smollm2-states.json`. The paper's numbers are those of the table above: FF "
         "5.14 for n = 8, 5.38 for n = 16; BTree 5.97 and 6.71.",
         HEADS,
-        lambda: heads("smollm2-factors", "mlp ff", "mlp ff n=8", also=SEEDS),
+        lambda: [
+            *heads("smollm2-factors", "mlp ff", "mlp ff n=8", also=SEEDS),
+            *heads("smollm2-states", "ff", "ff n=16", "hmm r=4", "hmm r=4 n=16"),
+        ],
         windows,
-        remark="Longer windows of HMM and BTree: not measured on this model.",
     ),
     Table(
         "more latent states accept more (table 1)",
-        "All its circuits have r = 4.",
-        published="mtpc-table-1",
+        f"SmolLM2-135M-Instruct, n = 8, {STATES} `smollm2-states.json`.",
+        HEADS,
+        lambda: heads("smollm2-states"),
+        states,
+        "mtpc-table-1",
+        "Steps are few: the circuits have 64 windows in each, and the paper's 900 steps have 2.1M tokens.",
     ),
     Table(
         "adapters on the last layers accept more (table 3)",
