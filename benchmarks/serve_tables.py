@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -64,13 +64,15 @@ def headline() -> str:
     return table(f"SmolLM2-135M-Instruct, commit {content('serve-smollm2-cpu')['commit'][:8]}", [plain, *lines])
 
 
-def served(name: str, has_steps: bool = False) -> str:
-    """Return a table of speeds with their ranges."""
+def served(name: str, has_steps: bool = False, names: Mapping[str, str] | None = None) -> str:
+    """Return a table of speeds with their ranges, of the measured settings; names: of decodings in the table."""
+    rows, names = read(name), names or {}
+    cells = [cell for cell in CELLS if cell in rows["plain"]]
     lines = [
-        [decoding, *(show(row[cell], has_range=True, has_steps=has_steps) for cell in CELLS)]
-        for decoding, row in read(name).items()
+        [names.get(decoding, decoding), *(show(row[cell], has_range=True, has_steps=has_steps) for cell in cells)]
+        for decoding, row in rows.items()
     ]
-    return table("", lines)
+    return table("", lines, [column for cell, column in zip(CELLS, COLUMNS, strict=True) if cell in cells])
 
 
 def identical(name: str, ours: bool) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.result_tables import error_of, millions
-from benchmarks.serve_tables import content, read, show, table
+from benchmarks.serve_tables import content, served, table
 
 FILE, OURS = "peers", "mlp hmm"  # the row that the others are compared with
 FIGURE = Path(__file__).parents[2] / "docs" / "figures" / "peers.svg"
@@ -79,16 +79,6 @@ def rates() -> str:
     return table("tokens/step per ms of a draft", lines, columns)
 
 
-def served() -> str:
-    """Return tok/s of servers at T=1 (speed-up with the least and the largest of the rounds, tokens/step)."""
-    cells = [(1.0, clients) for clients in (1, 4, 16)]
-    lines = [
-        [OURS if name.startswith("hmm") else name, *(show(row[cell], has_range=True, has_steps=True) for cell in cells)]
-        for name, row in read("serve-peers-cpu").items()
-    ]
-    return table("T=1", lines, [f"c={clients}" for _, clients in cells])
-
-
 def at_8b() -> str:
     """Return launches, bytes and milliseconds of a draft for one request at the sizes of Qwen3 8B, by arithmetic."""
     names = {"EAGLE-3": "EAGLE-3", "DFlash": "DFlash", "DSpark": "DSpark", OURS: "mlp hmm r=4 t=8 V=16384"}
@@ -126,7 +116,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "peers t1": partial(by_task, "t1"),
     "peers t0": partial(by_task, "t0"),
     "peers rates": rates,
-    "peers served": served,
+    "peers served": partial(served, "serve-peers-cpu", has_steps=True, names={"hmm": OURS}),
     "peers at 8B": at_8b,
 }
 
